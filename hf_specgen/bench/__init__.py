@@ -1,0 +1,1 @@
+"""Measure: prompts, timed runs, reports, plots and exactness checks."""

@@ -1,0 +1,188 @@
+"""Ways to decode that are compared: plain, stock assisted, ours. A method is one small record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_specgen.drafters.base import Drafter
+from hf_specgen.drafters.prompt_lookup import PromptLookup
+from hf_specgen.drafters.small_model import SmallModel
+from hf_specgen.errors import SpecGenError
+from hf_specgen.generate import SpeculativeDecoding
+from hf_specgen.stats import AcceptanceStats
+
+Inputs = dict[str, Tensor]
+Load = Callable[[str], tuple[Any, Any]]
+
+PLAIN, STOCK, CONSTANT, OURS = "plain", "stock", "ours-constant", "ours"
+DRAFTERS = "prompt-lookup, small-model:<id or path>, none"
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """Hold how tokens are chosen. Greedy unless ``temperature`` is given and above zero."""
+
+    max_new_tokens: int = 128
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+
+    @property
+    def greedy(self) -> bool:
+        """Say whether the best token is always taken."""
+        return not self.temperature
+
+    def kwargs(self) -> dict[str, Any]:
+        """Return the keyword arguments of ``generate()``, without the seed."""
+        if self.greedy:
+            return {"max_new_tokens": self.max_new_tokens, "do_sample": False}
+        sampling = {
+            "do_sample": True,
+            "temperature": self.temperature,
+            "top_k": self.top_k or 0,
+            "top_p": self.top_p or 1.0,
+        }
+        return {"max_new_tokens": self.max_new_tokens, **sampling}
+
+
+@dataclass(frozen=True)
+class Output:
+    """Hold the new tokens of each row, up to and including the end of sequence, and our statistics if it was us."""
+
+    rows: list[list[int]]
+    stats: AcceptanceStats | None = None
+
+
+@dataclass(frozen=True)
+class Method:
+    """Name a way to decode: ``generate(model, inputs, decoding, **extra)`` returns the new tokens.
+
+    ``max_rows`` is the largest batch that it can do (None: any).
+    """
+
+    name: str
+    label: str
+    generate: Callable[..., Output]
+    max_rows: int | None = None
+
+
+def cut(model: Any, inputs: Inputs, sequences: Tensor) -> list[list[int]]:
+    """Return each row's new tokens up to and including its first end of sequence."""
+    eos = model.generation_config.eos_token_id
+    ends = set(eos if isinstance(eos, list) else [eos])
+    rows = []
+    for row in sequences[:, inputs["input_ids"].shape[1] :].tolist():
+        stop = next((i for i, token in enumerate(row) if token in ends), len(row))
+        rows.append(row[: stop + 1])
+    return rows
+
+
+def stock_method(name: str, label: str, max_rows: int | None = None, **fixed: Any) -> Method:
+    """Build the method that calls the model's own ``generate()`` with ``fixed`` arguments, seeded globally."""
+
+    def run(model: Any, inputs: Inputs, decoding: Decoding, **extra: Any) -> Output:
+        torch.manual_seed(decoding.seed)
+        sequences = model.generate(**inputs, **decoding.kwargs(), **fixed, **extra)
+        return Output(cut(model, inputs, sequences))
+
+    return Method(name, label, run, max_rows)
+
+
+def plain_method() -> Method:
+    """Build the baseline: transformers' own decoding, one token a pass."""
+    return stock_method(PLAIN, "plain generate()")
+
+
+def our_method(
+    drafter: Drafter | None,
+    name: str = OURS,
+    label: str = "hf_specgen",
+    rule: str = "rejection",
+    tokenizer: Any = None,
+) -> Method:
+    """Build the method that decodes with a drafter of ours (None: our loop without drafts).
+
+    ``tokenizer`` is the target's; with it the vocabularies of target and drafter are compared.
+    """
+
+    def run(model: Any, inputs: Inputs, decoding: Decoding, **extra: Any) -> Output:
+        seed = {} if decoding.greedy else {"seed": decoding.seed}
+        call = SpeculativeDecoding(drafter, rule=rule, tokenizer=tokenizer)
+        out = model.generate(
+            **inputs, **decoding.kwargs(), custom_generate=call, return_dict_in_generate=True, **seed, **extra
+        )
+        return Output(cut(model, inputs, out.sequences), out.speculation)
+
+    return Method(name, label, run)
+
+
+@dataclass(frozen=True)
+class DrafterChoice:
+    """Hold which drafter the user named, with the draft model loaded once; ``sample``: draw its drafts."""
+
+    spec: str
+    sample: bool = False
+    rule: str = "rejection"
+    model: Any = None
+    tokenizer: Any = None
+
+    @classmethod
+    def parse(cls, spec: str, load: Load, sample: bool = False, rule: str = "rejection") -> DrafterChoice:
+        """Read ``prompt-lookup``, ``small-model:<id or path>`` or ``none``; ``load`` fetches the draft model.
+
+        Raises: SpecGenError for anything else, and for ``sample`` without a draft model.
+        """
+        kind, _, name = spec.partition(":")
+        if kind == "small-model" and name:
+            return cls(spec, sample, rule, *load(name))
+        if spec not in {"prompt-lookup", "none"}:
+            raise SpecGenError(f"the drafter {spec!r} is unknown. Give one of: {DRAFTERS}.")
+        if sample:
+            raise SpecGenError(
+                f"the drafter {spec!r} copies or drafts nothing. Only small-model:<id or path> can sample."
+            )
+        return cls(spec, sample, rule)
+
+    def make(self, num_tokens: int | None = None) -> Drafter | None:
+        """Build the drafter; ``num_tokens`` None leaves the draft length to it."""
+        if self.spec == "none":
+            return None
+        if self.model is None:
+            return PromptLookup(num_tokens)
+        return SmallModel(self.model, num_tokens, sample=self.sample, tokenizer=self.tokenizer)
+
+    def stock(self, num_tokens: int) -> Method | None:
+        """Build transformers' counterpart at a constant draft length, batch 1 only; None where it has none."""
+        label = f"stock assisted, {num_tokens} tokens"
+        if self.spec == "none":
+            return None
+        if self.model is None:
+            return stock_method(STOCK, label, max_rows=1, prompt_lookup_num_tokens=num_tokens)
+        method = stock_method(STOCK, label, max_rows=1, assistant_model=self.model)
+        return Method(STOCK, label, _with_draft_length(method, self.model, num_tokens), max_rows=1)
+
+
+def _with_draft_length(method: Method, draft_model: Any, num_tokens: int) -> Callable[..., Output]:
+    def run(model: Any, inputs: Inputs, decoding: Decoding, **extra: Any) -> Output:
+        # stock assisted decoding reads the draft length from the draft model's own configuration only
+        kept = draft_model.generation_config
+        draft_model.generation_config = type(kept).from_dict(
+            {
+                **kept.to_dict(),
+                "num_assistant_tokens": num_tokens,
+                "num_assistant_tokens_schedule": "constant",
+                "assistant_confidence_threshold": 0.0,
+            }
+        )
+        try:
+            return method.generate(model, inputs, decoding, **extra)
+        finally:
+            draft_model.generation_config = kept
+
+    return run

@@ -1,0 +1,292 @@
+"""From timed runs to numbers, a table and a JSON file."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from hf_specgen.bench.compare import ratio_words, short_ratio
+from hf_specgen.bench.methods import CONSTANT, OURS, PLAIN, STOCK, Method
+from hf_specgen.bench.run import BatchResult, Cell, Settings
+from hf_specgen.stats import RowStats
+
+SCHEMA = "hf_specgen.bench/1"
+RESAMPLES = 2000
+Report = dict[str, Any]
+
+
+def build_report(
+    results: Sequence[BatchResult],
+    methods: Sequence[Method],
+    settings: Settings,
+    context: dict[str, Any],
+    tokenizer: Any,
+) -> Report:
+    """Turn runs into plain numbers, ready for JSON. ``context`` holds machine, target and drafter as they are to stand.
+
+    Times of a batch are medians over repeats; ratios are ratios of summed times. ``speedup_ci95`` resamples the
+    batches; ``speedup_repeats`` are the 10th and 90th percentile of the ratio over repeats.
+
+    Units: seconds.
+    """
+    categories = list(dict.fromkeys(batch.category for batch in results))
+    groups = {name: [batch for batch in results if batch.category == name] for name in categories}
+    reports = {}
+    for method in methods:
+        part = _group_report(results, method.name)
+        part["label"] = method.label
+        part["categories"] = {name: _group_report(group, method.name) for name, group in groups.items()}
+        if method.name != PLAIN and settings.decoding.greedy:
+            part["divergences"] = _divergences(results, method.name, tokenizer)
+        reports[method.name] = part
+    _against_stock(reports)
+    return {
+        "schema": SCHEMA,
+        **context,
+        "settings": {**asdict(settings), "greedy": settings.decoding.greedy},
+        "prompts": _prompts(results),
+        "methods": reports,
+    }
+
+
+def _group_report(results: Sequence[BatchResult], name: str) -> Report:
+    cells = [batch.cells[name] for batch in results]
+    seconds = np.array([_median(cell) for cell in cells])
+    plain = np.array([_median(batch.cells[PLAIN]) for batch in results])
+    tokens = sum(len(row) for cell in cells for row in cell.rows)
+    plain_tokens = sum(len(row) for batch in results for row in batch.cells[PLAIN].rows)
+    rows = sum(len(batch.prompts) for batch in results)
+    report: Report = {
+        "prompts": rows,
+        "seconds": float(seconds.sum()),
+        "tokens": tokens,
+        "tokens_per_second": tokens / float(seconds.sum()),
+        "stable": all(cell.stable for cell in cells),
+        "busy": statistics.median(timing.busy for cell in cells for timing in cell.timings),
+    }
+    if name == PLAIN:
+        return report
+    report["speedup"] = float(plain.sum() / seconds.sum())
+    report["speedup_ci95"] = _bootstrap(plain, seconds)
+    report["speedup_repeats"] = _over_repeats(results, name)
+    report["speedup_per_token"] = report["tokens_per_second"] / (plain_tokens / float(plain.sum()))
+    found = [divergence for batch in results for divergence in batch.divergences.get(name, [])]
+    report["identical"] = {"compared": len(found), "same": found.count(None)} if found else None
+    report["acceptance"] = _acceptance(cells)
+    return report
+
+
+def _median(cell: Cell) -> float:
+    return statistics.median(timing.wall for timing in cell.timings)
+
+
+def _bootstrap(plain: np.ndarray, ours: np.ndarray) -> list[float] | None:
+    if len(plain) < 2:
+        return None
+    drawn = np.random.default_rng(0).integers(0, len(plain), (RESAMPLES, len(plain)))
+    ratios = plain[drawn].sum(1) / ours[drawn].sum(1)
+    return [float(value) for value in np.quantile(ratios, [0.025, 0.975])]
+
+
+def _over_repeats(results: Sequence[BatchResult], name: str) -> list[float] | None:
+    repeats = len(results[0].cells[name].timings)
+    if repeats < 2:
+        return None
+    times = np.array(
+        [[[batch.cells[key].timings[i].wall for key in (PLAIN, name)] for batch in results] for i in range(repeats)]
+    ).sum(1)
+    return [float(value) for value in np.quantile(times[:, 0] / times[:, 1], [0.1, 0.9])]
+
+
+def _acceptance(cells: Sequence[Cell]) -> Report | None:
+    """Sum the counts of each cell's first repeat; seconds are means over repeats."""
+    if not all(cell.stats for cell in cells):
+        return None
+    total = RowStats()
+    for cell in cells:
+        total.merge(cell.stats[0].total)
+    names = ("prefill", "draft", "verify", "forward", "other")
+    parts = [
+        {name: statistics.fmean(s.to_dict()[f"{name}_seconds"] for s in cell.stats) for name in names} for cell in cells
+    ]
+    seconds = {name: sum(part[name] for part in parts) for name in names}
+    loop = seconds["draft"] + seconds["verify"] + seconds["other"]
+    return {
+        "num_forwards": sum(cell.stats[0].num_forwards for cell in cells),
+        "num_rounds": total.num_rounds,
+        "num_drafts": total.num_drafts,
+        "num_draft_tokens": total.num_draft_tokens,
+        "num_accepted_tokens": total.num_accepted_tokens,
+        "mean_acceptance_length": total.mean_acceptance_length,
+        "tokens_per_round": total.tokens_per_round,
+        "draft_acceptance_rate": total.draft_acceptance_rate,
+        "acceptance_rates": total.acceptance_rates,
+        "drafted_at": total.drafted_at,
+        "seconds": seconds,
+        "outside_forward": 1.0 - seconds["forward"] / loop if loop else 0.0,
+    }
+
+
+def _divergences(results: Sequence[BatchResult], name: str, tokenizer: Any) -> list[Report]:
+    def word(token: int | None) -> str | None:
+        return None if token is None else tokenizer.decode([token])
+
+    return [
+        {"prompt": prompt.question_id, **asdict(d), "plain_text": word(d.plain), "other_text": word(d.other)}
+        for batch in results
+        for prompt, d in zip(batch.prompts, batch.divergences[name], strict=True)
+        if d is not None
+    ]
+
+
+def _prompts(results: Sequence[BatchResult]) -> list[Report]:
+    return [
+        {"id": prompt.question_id, "category": prompt.category, "prompt_tokens": len(ids), "plain_tokens": len(row)}
+        for batch in results
+        for prompt, ids, row in zip(batch.prompts, batch.ids, batch.cells[PLAIN].rows, strict=True)
+    ]
+
+
+def _against_stock(reports: Report) -> None:
+    """Add each of our methods' ratio to stock assisted decoding, in all and per category."""
+    if STOCK not in reports:
+        return
+    for name in (CONSTANT, OURS):
+        if name in reports:
+            ours, stock = reports[name], reports[STOCK]
+            ours["speedup_over_stock"] = stock["seconds"] / ours["seconds"]
+            for category, part in ours["categories"].items():
+                part["speedup_over_stock"] = stock["categories"][category]["seconds"] / part["seconds"]
+
+
+def summary_line(report: Report) -> str:
+    """Say in one line what our default method gained, and how many texts are the plain ones."""
+    ours = report["methods"][OURS]
+    interval = ours["speedup_ci95"]
+    spread = f" (95 % interval {interval[0]:.2f}-{interval[1]:.2f})" if interval else ""
+    parts = [ratio_words(ours["speedup"]) + spread]
+    if ours["acceptance"]:
+        parts.append(f"acceptance length {ours['acceptance']['mean_acceptance_length']:.2f}")
+        parts.append(f"{ours['acceptance']['tokens_per_round']:.2f} tokens per round")
+    same = ours["identical"]
+    parts.append(
+        f"identical to plain greedy: {same['same']}/{same['compared']}" if same else "sampled: texts are not compared"
+    )
+    return " | ".join(parts)
+
+
+def render(report: Report) -> RenderableType:
+    """Build the tables that the command line prints."""
+    return Group(_speed_table(report), *_acceptance_tables(report), *_notes(report))
+
+
+def _speed_table(report: Report) -> Table:
+    others = [name for name in report["methods"] if name != PLAIN]
+    plain = report["methods"][PLAIN]
+    table = Table(title="Speed against plain generate(): ratio of total time [95 % interval over batches]")
+    table.add_column("category")
+    table.add_column("prompts", justify="right")
+    table.add_column("plain tok/s", justify="right")
+    for name in others:
+        table.add_column(report["methods"][name]["label"], justify="right")
+    for category in plain["categories"]:
+        parts = [report["methods"][name]["categories"][category] for name in others]
+        base = plain["categories"][category]
+        table.add_row(category, str(base["prompts"]), f"{base['tokens_per_second']:.1f}", *map(_speed_cell, parts))
+    table.add_section()
+    parts = [report["methods"][name] for name in others]
+    table.add_row("ALL", str(plain["prompts"]), f"{plain['tokens_per_second']:.1f}", *map(_speed_cell, parts))
+    return table
+
+
+def _speed_cell(part: Report) -> str:
+    interval = part["speedup_ci95"]
+    text = short_ratio(part["speedup"])
+    return f"{text} ({interval[0]:.2f}-{interval[1]:.2f})" if interval else text
+
+
+def _acceptance_tables(report: Report) -> list[Table]:
+    measured = {name: part for name, part in report["methods"].items() if part.get("acceptance")}
+    if not measured:
+        return []
+    table = Table(title="Acceptance (lengths count the bonus token) and where the time went")
+    for heading in (
+        "method",
+        "accept length",
+        "tokens/round",
+        "per position",
+        "draft",
+        "verify",
+        "other",
+        "outside forward",
+    ):
+        table.add_column(heading, justify="left" if heading == "method" else "right")
+    for part in measured.values():
+        acceptance, seconds = part["acceptance"], part["acceptance"]["seconds"]
+        rates = " ".join(f"{rate:.2f}" for rate in acceptance["acceptance_rates"][:5])
+        table.add_row(
+            part["label"],
+            f"{acceptance['mean_acceptance_length']:.2f}",
+            f"{acceptance['tokens_per_round']:.2f}",
+            rates or "-",
+            *(f"{seconds[key]:.2f} s" for key in ("draft", "verify", "other")),
+            f"{acceptance['outside_forward']:.1%}",
+        )
+    return [table]
+
+
+def _notes(report: Report) -> list[Text]:
+    lines = []
+    for name, part in report["methods"].items():
+        if part.get("identical"):
+            same, compared = part["identical"]["same"], part["identical"]["compared"]
+            lines.append(f"{part['label']}: identical to plain greedy {same}/{compared}{_worst(part['divergences'])}")
+        if part.get("speedup_over_stock"):
+            lines.append(f"{part['label']} against stock: {ratio_words(part['speedup_over_stock'])}")
+        if not part["stable"]:
+            lines.append(f"{part['label']}: the repeats did not all give the same text")
+        if part["busy"] > 0.05 and name == PLAIN:
+            lines.append(
+                f"Other programs ran: our threads waited {part['busy']:.0%} of the time. Trust the ratios less."
+            )
+    return [Text(line) for line in lines]
+
+
+def _worst(divergences: list[Report]) -> str:
+    if not divergences:
+        return ""
+    gaps = [f"{d['gap']:.3f}" for d in divergences]
+    first = divergences[0]
+    where = f"{first['prompt']} at token {first['position']}: {first['plain_text']!r} or {first['other_text']!r}"
+    return f"; logit gaps where they part: {', '.join(gaps[:8])}{' ...' if len(gaps) > 8 else ''} (first: {where})"
+
+
+def write_json(report: Report, path: Path) -> None:
+    """Write the report, all or nothing."""
+    write_atomic(path, json.dumps(report, indent=1, ensure_ascii=False).encode())
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """Write a file under a temporary name and move it into place, so that an interrupted run leaves no half file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        # mkstemp makes private files; a report is as readable as any other file of the user
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

@@ -1,0 +1,288 @@
+"""SlotCache: a ``transformers.Cache`` whose rows have their own lengths.
+
+Row ``r`` keeps its keys and values compact at slots ``0 .. lengths[r] - 1`` of preallocated buffers. A forward
+writes to ``lengths[r] + i``; rolling back lowers a length; a tree path is gathered to the front. A sliding layer
+keeps a ring: absolute index ``j`` lives at slot ``j % capacity``. A layer that never wraps is the same ring, so one
+formula serves all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PretrainedConfig
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+from hf_specgen.draft import Tree
+from hf_specgen.errors import UnsupportedTarget
+
+_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+_RING_SPARE = 32
+
+
+@dataclass
+class SlotGroup:
+    """Describe the layers that share one visibility rule, and the pass that is under way.
+
+    ``window`` is the sliding window or the chunk size, None for full attention. A ring of ``capacity`` slots needs
+    ``capacity >= window + width``: the pass at length L overwrites indices up to ``L + width - 1 - capacity``, and
+    after any rollback the oldest index that a query may see is above ``L - window``.
+    """
+
+    kind: str
+    window: int | None
+    capacity: int = 0
+    view: int = 0
+    start: int | None = None
+    slots: Tensor | None = None
+
+    def needed(self, longest: int, width: int) -> int:
+        """Return how many slots a pass of ``width`` positions needs when the longest row holds ``longest``."""
+        linear = longest + width
+        return linear if self.window is None else min(linear, self.window + width)
+
+    def visible(self, cache: SlotCache, tree: Tree) -> Tensor:
+        """Return the ``(B or 1, S, view)`` bool mask of root and nodes over this group's slots."""
+        lengths = cache.row_lengths
+        scored = len(tree) + 1
+        last = lengths[:, None] + (scored - 1)
+        columns = torch.arange(self.view, device=lengths.device)
+        index = last - (last - columns) % self.capacity
+        node = index - lengths[:, None]
+        ancestors, depth = tree.ancestors, tree.depth
+        rows = max(len(lengths), ancestors.shape[0])
+        inside = node.clamp(min=0)[:, None].expand(rows, scored, -1)
+        seen = ancestors.expand(rows, -1, -1).gather(2, inside) & (node >= 0)[:, None]
+        seen |= ((node < 0) & (index >= 0))[:, None]
+        if self.window is None:
+            return seen
+        query = lengths[:, None] + depth
+        key = torch.where(node < 0, index, query.expand(rows, -1).gather(1, node.clamp(min=0).expand(rows, -1)))
+        if self.kind == "chunked_attention":
+            return seen & (query[:, :, None] // self.window == key[:, None] // self.window)
+        return seen & (query[:, :, None] - key[:, None] < self.window)
+
+
+class SlotLayer(CacheLayerMixin):
+    """Store one layer's keys and values; all index arithmetic belongs to the group and the cache."""
+
+    def __init__(self, cache: SlotCache, group: SlotGroup) -> None:
+        super().__init__()
+        self.cache = cache
+        self.group = group
+        self.is_sliding = group.window is not None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate zeroed buffers (zeros, since a masked NaN still poisons a softmax product)."""
+        shape = (key_states.shape[0], key_states.shape[1], self.group.capacity)
+        self.keys = key_states.new_zeros(*shape, key_states.shape[-1])
+        self.values = value_states.new_zeros(*shape, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store new states ``(B, H, width, D)`` and return what attention should read."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if self.cache.prefilling is not None:
+            self._store_prompt(self.keys, key_states)
+            self._store_prompt(self.values, value_states)
+            return key_states, value_states
+        self._store(self.keys, key_states)
+        self._store(self.values, value_states)
+        view = self.group.view
+        return self.keys[:, :, :view], self.values[:, :, :view]
+
+    def _store(self, buffer: Tensor, states: Tensor) -> None:
+        group = self.group
+        if group.start is not None:
+            buffer[:, :, group.start : group.start + states.shape[2]] = states
+        elif group.slots is not None:
+            slots = group.slots.to(buffer.device)
+            rows = torch.arange(len(slots), device=buffer.device)[:, None]
+            buffer[rows, :, slots] = states.transpose(1, 2)
+
+    def _store_prompt(self, buffer: Tensor, states: Tensor) -> None:
+        source = self.cache.prompt_source(self.group, states.shape[2])
+        if source is None:
+            buffer[:, :, : states.shape[2]] = states
+            return
+        index = source.to(states.device)[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
+        buffer[:, :, : source.shape[1]] = states.gather(2, index)
+
+    def resize(self, capacity: int, source: Tensor | None) -> None:
+        """Move to buffers of ``capacity`` slots; ``source (B, capacity)`` names the old slot of each new one."""
+        if not self.is_initialized:
+            return
+        for name in ("keys", "values"):
+            old = self.__dict__[name]
+            new = old.new_zeros(*old.shape[:2], capacity, old.shape[-1])
+            if source is None:
+                new[:, :, : old.shape[2]] = old
+            else:
+                index = source.to(old.device)[:, None, :, None].expand(-1, old.shape[1], -1, old.shape[3])
+                new.copy_(old.gather(2, index))
+            self.__dict__[name] = new
+
+    def move(self, source: Tensor, destination: Tensor) -> None:
+        """Copy slots ``source (B, K)`` to ``destination (B, K)``, row by row."""
+        for buffer in (self.keys, self.values):
+            rows = torch.arange(len(source), device=buffer.device)[:, None]
+            buffer[rows, :, destination.to(buffer.device)] = buffer[rows, :, source.to(buffer.device)]
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows named."""
+        if self.is_initialized:
+            self.keys = self.keys[indices.to(self.keys.device)]
+            self.values = self.values[indices.to(self.values.device)]
+
+    def get_seq_length(self) -> int:
+        """Return the longest committed length (models read it only when no position ids are given)."""
+        return max(self.cache.lengths)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return key length and offset as the model's own mask building expects them during prefill."""
+        return (query_length, 0) if self.cache.prefilling is not None else (self.group.view, 0)
+
+    def get_max_length(self) -> int:
+        """Return -1: the buffers grow."""
+        return -1
+
+
+class SlotCache(Cache):
+    """Hold every layer's slots and the committed length of every row.
+
+    ``lengths`` lives on the host (one list entry a row) and mirrors ``row_lengths (B,)`` on the device.
+    """
+
+    def __init__(
+        self, config: PretrainedConfig, rows: int, device: torch.device | str = "cpu", reserve: int = 0
+    ) -> None:
+        """Prepare empty rows for a model of ``config``; ``reserve`` slots are allocated at the first write."""
+        self.lengths = [0] * rows
+        self.device = torch.device(device)
+        self.row_lengths = torch.zeros(rows, dtype=torch.long, device=device)
+        self.reserve = reserve
+        self.prefilling: list[int] | None = None
+        self._left_padded = False
+        layers, self.groups = [], {}
+        for kind, window in layer_kinds(config):
+            group = self.groups.setdefault((kind, window), SlotGroup(kind, window))
+            layers.append(SlotLayer(self, group))
+        super().__init__(layers=layers)  # type: ignore[arg-type]
+
+    def begin_prefill(self, width: int, lengths: list[int], left_padded: bool) -> None:
+        """Announce a pass over empty rows: ``lengths[r]`` of its ``width`` columns are row ``r``'s prompt."""
+        self.prefilling, self._left_padded = lengths, left_padded
+        for group in self.groups.values():
+            self._grow(group, group.needed(max(width, self.reserve), 1))
+
+    def prompt_source(self, group: SlotGroup, width: int) -> Tensor | None:
+        """Return ``(B, slots)``: which prompt column each slot takes; None when columns are slots already."""
+        lengths = self.prefilling or []
+        if width <= group.capacity and (not self._left_padded or min(lengths) == width):
+            return None
+        length = torch.tensor(lengths, device=self.device)[:, None]
+        slots = torch.arange(min(group.capacity, width), device=self.device)
+        index = (length - 1) - (length - 1 - slots) % group.capacity
+        if self._left_padded:
+            index = index + (width - length)
+        return index.clamp(0, width - 1)
+
+    def begin(self, width: int) -> None:
+        """Announce a pass of ``width`` positions after each row's committed slots."""
+        self.prefilling = None
+        longest, shortest = max(self.lengths), min(self.lengths)
+        for group in self.groups.values():
+            self._grow(group, group.needed(longest, width))
+            group.view = min(group.capacity, longest + width)
+            group.start = longest if longest == shortest and longest + width <= group.capacity else None
+            if group.start is None:
+                offsets = torch.arange(width, device=self.device)
+                group.slots = (self.row_lengths[:, None] + offsets) % group.capacity
+
+    def masks(self, tree: Tree) -> dict[str, Tensor]:
+        """Return, per layer kind, the ``(B or 1, 1, S, view)`` bool mask of the pass announced by ``begin``."""
+        return {group.kind: group.visible(self, tree)[:, None] for group in self.groups.values()}
+
+    def commit(self, counts: list[int], paths: Tensor | None = None) -> None:
+        """Keep the first ``counts[r]`` positions of the last pass; with ``paths (B, K)`` keep root and those nodes.
+
+        Entries of ``paths`` beyond a row's count may hold anything in range.
+        """
+        if paths is not None and paths.shape[1]:
+            self._gather(paths)
+        self.crop_rows([length + count for length, count in zip(self.lengths, counts, strict=True)])
+
+    def crop_rows(self, lengths: list[int]) -> None:
+        """Set every row's committed length (a rollback; the slots behind are overwritten later)."""
+        self.prefilling = None
+        self.lengths = list(lengths)
+        self.row_lengths = torch.tensor(self.lengths, device=self.device)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows named by ``indices`` (int64 or bool)."""
+        rows = torch.arange(len(self.lengths))[indices.cpu()]
+        super().batch_select_indices(rows)
+        self.crop_rows([self.lengths[row] for row in rows.tolist()])
+
+    @property
+    def is_compileable(self) -> bool:
+        """Return False: generate must not compile around per-row lengths."""
+        return False
+
+    def _gather(self, paths: Tensor) -> None:
+        front = self.row_lengths[:, None] + 1
+        source = front + paths
+        destination = front + torch.arange(paths.shape[1], device=self.device)
+        for layer in self.layers:
+            capacity = layer.group.capacity
+            layer.move(source % capacity, destination % capacity)
+
+    def _grow(self, group: SlotGroup, needed: int) -> None:
+        if needed <= group.capacity:
+            return
+        doubled = max(needed, 2 * group.capacity)
+        if group.window is not None:  # attention reads the whole ring, so it holds no more than a draft beyond the window
+            doubled = max(needed, min(doubled, group.window + _RING_SPARE))
+        source = None
+        if max(self.lengths) > group.capacity > 0:
+            last = self.row_lengths[:, None] - 1
+            slots = torch.arange(doubled, device=self.device)
+            source = (last - (last - slots) % doubled) % group.capacity
+        for layer in self.layers:
+            if layer.group is group:
+                layer.resize(doubled, source)
+        group.capacity = doubled
+
+
+def layer_kinds(config: PretrainedConfig) -> list[tuple[str, int | None]]:
+    """Return every layer's kind and window, as transformers' own dynamic cache would build them.
+
+    Raises: ``UnsupportedTarget`` for layers that keep anything but keys and values per token.
+    """
+    text = config.get_text_config(decoder=True)
+    settings = text.to_dict()
+    layers = DynamicCache(config=text).layers
+    declared = settings.get("layer_types") or [None] * len(layers)
+    if not layers or len(layers) != settings.get("num_hidden_layers", len(layers)) or len(declared) != len(layers):
+        raise UnsupportedTarget(
+            f"{type(config).__name__} gives {len(layers)} cache layers for {settings.get('num_hidden_layers')} hidden layers: "
+            "one key/value cache per layer is required (layers that share a cache are not supported). Use plain generate()."
+        )
+    kinds: list[tuple[str, int | None]] = []
+    for layer, name in zip(layers, declared, strict=True):
+        window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
+        chunked = window is not None and settings.get("attention_chunk_size") == window
+        kind = name or ("chunked_attention" if chunked else "sliding_attention" if window else "full_attention")
+        if kind not in _KINDS or not isinstance(layer, DynamicLayer):
+            raise UnsupportedTarget(
+                f"{type(config).__name__} has a layer of kind {kind!r}: only {', '.join(_KINDS)} can be rolled back row by "
+                "row (recurrent and indexed layers cannot yet). Use plain generate()."
+            )
+        kinds.append((kind, window))
+    if len(set(kinds)) != len({kind for kind, _ in kinds}):
+        raise UnsupportedTarget(f"{type(config).__name__} mixes several windows in one layer kind: one window is required.")
+    return kinds

@@ -1,0 +1,143 @@
+"""``hf-specgen bench``: what does it gain here?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hf_specgen.cli import options
+from hf_specgen.cli.options import Dtype, Rule
+from hf_specgen.errors import SpecGenError
+
+if TYPE_CHECKING:
+    from hf_specgen.bench.methods import Method
+    from hf_specgen.bench.prompts import Prompt
+    from hf_specgen.bench.run import Settings
+    from hf_specgen.cli.session import Session
+
+Demo = Annotated[bool, typer.Option("--demo", help="The demo: SmolLM2-135M, six prompts to copy from, two minutes.")]
+OutFolder = Annotated[Path | None, typer.Option("--out", help="Write report.json and plots into this folder.")]
+Repeats = Annotated[int | None, typer.Option(min=1, help="Timed runs of every method and prompt.  [default: 3]")]
+Warmup = Annotated[int, typer.Option(min=0, help="Untimed runs of every method before.")]
+Stock = Annotated[bool | None, typer.Option(help="Also time transformers' own assisted decoding (batch 1).")]
+Constant = Annotated[
+    bool, typer.Option("--constant", help="Also time our drafter at the constant length --num-tokens.")
+]
+EqualLength = Annotated[int, typer.Option("--num-tokens", min=1, help="Draft length of --stock and --constant.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="At most that many prompts, taken evenly from the categories.")]
+MaxNewTokens = Annotated[int | None, typer.Option(min=1, help="Stop after that many new tokens.  [default: 128]")]
+Target = Annotated[str | None, typer.Option(help="The model: demo, a Hub id, or a folder.  [default: demo]")]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Hold what is used where the user says nothing."""
+
+    categories: str | None = None
+    limit: int | None = None
+    repeats: int = 3
+    max_new_tokens: int = 128
+
+
+DEMO = Preset("summarization,rag,qa", limit=6, repeats=2, max_new_tokens=128)
+
+
+def bench(  # noqa: PLR0913 - one parameter a flag
+    demo: Demo = False,
+    target: Target = None,
+    drafter: options.DrafterName = "prompt-lookup",
+    prompts: options.PromptFile = None,
+    limit: Limit = None,
+    categories: options.Categories = None,
+    repeats: Repeats = None,
+    warmup: Warmup = 1,
+    batch_size: options.BatchSize = 1,
+    max_new_tokens: MaxNewTokens = None,
+    stock: Stock = None,
+    constant: Constant = False,
+    num_tokens: EqualLength = 10,
+    out: OutFolder = None,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    seed: options.Seed = None,
+    rule: options.RuleName = Rule.rejection,
+    sample_drafts: options.SampleDrafts = False,
+    no_chat: options.NoChat = False,
+    dtype: options.DtypeName = Dtype.auto,
+    device: options.Device = "cpu",
+    threads: options.Threads = None,
+) -> None:
+    """Time plain generate(), stock assisted decoding and ours on the same prompts, taking turns.
+
+    Ratios below 1 are called slower. Greedy texts are compared with the plain ones; where they part, the target's
+    logit gap there is reported.
+    """
+    from hf_specgen.bench.run import Settings
+    from hf_specgen.cli.session import ModelFlags, choose_prompts, open_session, read_decoding, require_sampling
+
+    if demo and (target is not None or prompts is not None):
+        raise SpecGenError("--demo brings its own target and prompts. Leave --target and --prompts out, or --demo.")
+    preset = DEMO if demo else Preset()
+    flags = ModelFlags(target or "demo", drafter, rule, sample_drafts, dtype, device, threads)
+    decoding = read_decoding(max_new_tokens or preset.max_new_tokens, temperature, top_k, top_p, seed)
+    require_sampling(decoding, flags)
+    chosen = choose_prompts(prompts, categories or preset.categories, limit or preset.limit)
+    settings = Settings(decoding, batch_size, repeats or preset.repeats, warmup, not no_chat)
+    if out is not None:
+        _check_folder(out)
+    session = open_session(flags)
+    methods = _methods(session, batch_size, num_tokens, stock, constant)
+    _measure(session, chosen, methods, settings, out)
+
+
+def _check_folder(folder: Path) -> None:
+    """Fail before minutes of measuring and not after."""
+    from hf_specgen.bench.plots import require_matplotlib
+
+    folder.mkdir(parents=True, exist_ok=True)
+    require_matplotlib()
+
+
+def _methods(session: Session, batch_size: int, num_tokens: int, stock: bool | None, constant: bool) -> list[Method]:
+    from hf_specgen.bench.methods import CONSTANT, plain_method
+
+    methods = [plain_method()]
+    theirs = session.drafter.stock(num_tokens)
+    if stock and (theirs is None or batch_size > 1):
+        reason = "it knows no drafter none" if theirs is None else f"it decodes one row, --batch-size is {batch_size}"
+        raise SpecGenError(f"--stock: transformers' assisted decoding cannot take part: {reason}. Leave --stock out.")
+    if theirs is not None and batch_size == 1 and stock is not False:
+        methods.append(theirs)
+    if constant and session.drafter.spec == "none":
+        raise SpecGenError("--constant has no effect with --drafter none. Leave one of them out.")
+    if constant:
+        methods.append(session.ours(num_tokens, CONSTANT, f"hf_specgen, {num_tokens} tokens"))
+    return [*methods, session.ours()]
+
+
+def _measure(
+    session: Session, prompts: list[Prompt], methods: list[Method], settings: Settings, out: Path | None
+) -> None:
+    from hf_specgen.bench.machine import describe_machine
+    from hf_specgen.bench.plots import write_plots
+    from hf_specgen.bench.report import build_report, render, summary_line, write_json
+    from hf_specgen.bench.run import run_bench
+    from hf_specgen.cli.session import err, progress_bar
+    from hf_specgen.cli.session import out as results_console
+
+    machine = describe_machine()
+    err().print(f"{machine['cpu']}, {machine['threads']} threads; torch {machine['torch']}, {session.model.dtype}")
+    with progress_bar("measuring") as progress:
+        results = run_bench(session.model, session.tokenizer, prompts, methods, settings, progress)
+    report = build_report(results, methods, settings, {"machine": machine, **session.describe()}, session.tokenizer)
+    console = results_console()
+    console.print(render(report))
+    if out is not None:
+        write_json(report, out / "report.json")
+        paths = [out / "report.json", *write_plots(report, out)]
+        console.print("Wrote " + ", ".join(map(str, paths)))
+    console.print(summary_line(report), soft_wrap=True)

@@ -1,0 +1,153 @@
+"""What every command starts with: the models, the drafter, the way to decode, the prompts."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from hf_specgen.bench.demo import load_target
+from hf_specgen.bench.methods import OURS, Decoding, DrafterChoice, Method, our_method
+from hf_specgen.bench.prompts import Prompt, own_prompts, read_prompts, select
+from hf_specgen.bench.run import Progress as Report
+from hf_specgen.cli.options import Dtype, Rule
+from hf_specgen.errors import SpecGenError
+
+
+@dataclass(frozen=True)
+class Session:
+    """Hold the loaded target with its tokenizer, and the drafter that the user chose."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+    drafter: DrafterChoice
+
+    def ours(self, num_tokens: int | None = None, name: str = OURS, label: str = "hf_specgen") -> Method:
+        """Build the method that decodes with the chosen drafter."""
+        return our_method(self.drafter.make(num_tokens), name, label, self.drafter.rule, self.tokenizer)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what a report must say about the target and the drafter."""
+        model = self.model
+        return {
+            "target": {
+                "name": self.name,
+                "loaded_from": model.name_or_path,
+                "architecture": type(model).__name__,
+                "parameters": sum(parameter.numel() for parameter in model.parameters()),
+                "dtype": str(model.dtype).removeprefix("torch."),
+                "device": model.device.type,
+            },
+            "drafter": {"name": self.drafter.spec, "rule": self.drafter.rule, "sampled": self.drafter.sample},
+        }
+
+
+@dataclass(frozen=True)
+class ModelFlags:
+    """Hold the flags that say what is loaded."""
+
+    target: str
+    drafter: str
+    rule: Rule
+    sample_drafts: bool
+    dtype: Dtype
+    device: str
+    threads: int | None
+
+
+def out() -> Console:
+    """Return the console for results."""
+    return Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=False)
+
+
+def err() -> Console:
+    """Return the console for notes and progress, kept apart from results."""
+    return Console(file=sys.stderr, highlight=False, markup=False)
+
+
+def open_session(flags: ModelFlags) -> Session:
+    """Load target and drafter.
+
+    Raises: SpecGenError when one cannot be loaded or does not exist.
+    """
+    import torch
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if flags.threads is not None:
+        torch.set_num_threads(flags.threads)
+    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    dtype = kinds.get(flags.dtype.value)
+
+    def load(name: str) -> tuple[Any, Any]:
+        return load_target(name, dtype, flags.device, err().print)
+
+    choice = DrafterChoice.parse(flags.drafter, load, flags.sample_drafts, flags.rule.value)
+    model, tokenizer = load(flags.target)
+    return Session(flags.target, model, tokenizer, choice)
+
+
+def read_decoding(
+    max_new_tokens: int, temperature: float | None, top_k: int | None, top_p: float | None, seed: int | None
+) -> Decoding:
+    """Turn the sampling flags into one way to decode; ``top_k`` or ``top_p`` alone sample at temperature 1.
+
+    Raises: SpecGenError for flags that would do nothing.
+    """
+    if temperature is None and (top_k is not None or top_p is not None):
+        temperature = 1.0
+    if top_p is not None and top_p <= 0.0:
+        raise SpecGenError("--top-p 0 keeps no token. Give a number above 0, or leave it out for greedy decoding.")
+    unused = [name for name, value in (("--top-k", top_k), ("--top-p", top_p), ("--seed", seed)) if value is not None]
+    if not temperature and unused:
+        raise SpecGenError(
+            f"{unused[0]} has no effect on greedy decoding. Give --temperature above 0, or leave it out."
+        )
+    if seed is None:
+        seed = random.SystemRandom().randrange(2**31) if temperature else 0
+    return Decoding(max_new_tokens, temperature, top_k, top_p, seed)
+
+
+def require_sampling(decoding: Decoding, flags: ModelFlags) -> None:
+    """Refuse flags that only matter when tokens are sampled.
+
+    Raises: SpecGenError.
+    """
+    if not decoding.greedy:
+        return
+    named = [
+        name
+        for name, given in (("--sample-drafts", flags.sample_drafts), ("--rule", flags.rule is not Rule.rejection))
+        if given
+    ]
+    if named:
+        raise SpecGenError(f"{named[0]} has no effect on greedy decoding. Give --temperature above 0, or leave it out.")
+
+
+def choose_prompts(path: Path | None, categories: str | None, limit: int | None) -> list[Prompt]:
+    """Read the prompt file (None: the project's own prompts) and keep what the flags ask for."""
+    prompts = own_prompts() if path is None else read_prompts(path)
+    names = [name.strip() for name in (categories or "").split(",") if name.strip()]
+    return select(prompts, names, limit)
+
+
+@contextmanager
+def progress_bar(title: str) -> Iterator[Report]:
+    """Show a bar on stderr; yields the callback that moves it."""
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, TextColumn("{task.description}"), console=err(), transient=True) as bar:
+        task = bar.add_task("", total=None)
+
+        def move(done: int, total: int, label: str) -> None:
+            bar.update(task, completed=done, total=total, description=label)
+
+        yield move

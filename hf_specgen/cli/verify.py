@@ -1,0 +1,139 @@
+"""``hf-specgen verify``: is this target with this drafter exact?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hf_specgen.cli import options
+from hf_specgen.cli.options import Dtype, Rule
+from hf_specgen.errors import SpecGenError
+
+if TYPE_CHECKING:
+    from hf_specgen.bench.exactness import GreedyReport, LawReport
+    from hf_specgen.bench.methods import Decoding
+    from hf_specgen.bench.prompts import Prompt
+    from hf_specgen.bench.run import Settings
+    from hf_specgen.cli.session import Session
+
+Tolerance = Annotated[
+    float | None,
+    typer.Option(min=0.0, help="Distance from the best logit that counts as rounding; by default 0.001 in float32."),
+]
+LawTokens = Annotated[int, typer.Option(min=2, max=16, help="Size of the cut-down vocabulary of the law check.")]
+LawSamples = Annotated[int, typer.Option(min=0, help="Texts sampled for the law check; 0 leaves it out.")]
+LawTemperature = Annotated[float | None, typer.Option(min=0.01, help="Temperature of the law check.  [default: 1]")]
+
+
+def verify(  # noqa: PLR0913 - one parameter a flag
+    target: options.Target = "demo",
+    drafter: options.DrafterName = "prompt-lookup",
+    prompts: options.PromptFile = None,
+    limit: options.Limit = 8,
+    categories: options.Categories = None,
+    batch_size: options.BatchSize = 1,
+    max_new_tokens: options.MaxNewTokens = 64,
+    num_tokens: options.NumTokens = 5,
+    tolerance: Tolerance = None,
+    law_tokens: LawTokens = 4,
+    law_samples: LawSamples = 2048,
+    temperature: LawTemperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    seed: options.Seed = None,
+    rule: options.RuleName = Rule.rejection,
+    sample_drafts: options.SampleDrafts = False,
+    no_chat: options.NoChat = False,
+    dtype: options.DtypeName = Dtype.auto,
+    device: options.Device = "cpu",
+    threads: options.Threads = None,
+) -> None:
+    """Check that a target and a drafter write exactly what the target alone would.
+
+    Greedy texts are compared with plain generate() prompt by prompt, and sampled texts over a few tokens with the law
+    enumerated from plain forwards. The sampling flags concern the law check. Exit code 1 when a check fails.
+    """
+    from hf_specgen.bench.methods import Decoding
+    from hf_specgen.bench.run import Settings
+    from hf_specgen.cli.session import ModelFlags, choose_prompts, open_session, read_decoding, require_sampling
+
+    flags = ModelFlags(target, drafter, rule, sample_drafts, dtype, device, threads)
+    chosen = choose_prompts(prompts, categories, limit)
+    if law_samples:
+        decoding = read_decoding(max_new_tokens, temperature or 1.0, top_k, top_p, seed or 0)
+    elif (temperature, top_k, top_p, seed) != (None, None, None, None):
+        raise SpecGenError(
+            "the sampling flags concern the law check, which --law-samples 0 leaves out. Leave them out too."
+        )
+    else:
+        decoding = Decoding(max_new_tokens)
+    require_sampling(decoding, flags)
+    session = open_session(flags)
+    settings = Settings(Decoding(max_new_tokens), batch_size, repeats=1, warmup=0, chat=not no_chat)
+    passed = _check_greedy(session, chosen, settings, num_tokens, tolerance)
+    if law_samples:
+        passed = _check_law(session, chosen[0], settings, decoding, num_tokens, law_tokens, law_samples) and passed
+    typer.echo("exact" if passed else "NOT EXACT: see the lines above")
+    if not passed:
+        raise typer.Exit(1)
+
+
+def _check_greedy(
+    session: Session, prompts: list[Prompt], settings: Settings, num_tokens: int | None, tolerance: float | None
+) -> bool:
+    from hf_specgen.bench.compare import tie_tolerance
+    from hf_specgen.bench.exactness import check_greedy
+    from hf_specgen.cli.session import progress_bar
+
+    limit = tie_tolerance(session.model.dtype) if tolerance is None else tolerance
+    method = session.ours(num_tokens)
+    with progress_bar("greedy texts") as progress:
+        report = check_greedy(session.model, session.tokenizer, prompts, method, settings, limit, progress)
+    _show_greedy(report, session.tokenizer)
+    return report.passed
+
+
+def _show_greedy(report: GreedyReport, tokenizer: Any) -> None:
+    typer.echo(f"identical to plain greedy: {report.same}/{report.compared}")
+    for name, found in report.divergences:
+        words = [
+            "end of text" if token is None else repr(tokenizer.decode([token])) for token in (found.plain, found.other)
+        ]
+        verdict = f"a tie up to {report.tolerance:g}" if found.is_tie(report.tolerance) else "NOT A TIE"
+        typer.echo(
+            f"  {name}: first divergence at token {found.position}, {words[0]} (plain) or {words[1]}, "
+            f"logit gap {found.gap:.4f}: {verdict}"
+        )
+
+
+def _check_law(
+    session: Session,
+    prompt: Prompt,
+    settings: Settings,
+    decoding: Decoding,
+    num_tokens: int | None,
+    kept: int,
+    samples: int,
+) -> bool:
+    from hf_specgen.bench.exactness import check_law
+    from hf_specgen.bench.prompts import encode
+    from hf_specgen.cli.session import progress_bar
+
+    # rounding moves the law of a half-precision target from one way of batching to the next
+    model = session.model.float()
+    ids = encode(prompt, session.tokenizer, settings.chat)
+    expected = session.drafter.spec != "none"
+    with progress_bar("sampled law") as progress:
+        report = check_law(model, ids, session.ours(num_tokens), decoding, kept, samples, expected, progress)
+    _show_law(report, session.tokenizer)
+    return report.passed
+
+
+def _show_law(report: LawReport, tokenizer: Any) -> None:
+    kept = ", ".join(repr(tokenizer.decode([token])) for token in report.kept)
+    typer.echo(f"law of the first {report.length} tokens over {kept}, in float32, {report.samples} samples:")
+    typer.echo(
+        f"  chi-square {report.chi_square:.1f} at {report.degrees} degrees of freedom, p = {report.p_value:.3g}; "
+        f"{report.drafted} tokens drafted, {report.accepted} accepted: {'fits' if report.passed else report.failure}"
+    )

@@ -1,0 +1,174 @@
+"""The records that travel through a round: Tree, Draft, Verdict, Round."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Describe how draft nodes hang together: parents before children, ``-1`` hangs on the root.
+
+    The root is the newest committed token; it is not a node. In ``scored`` coordinates the root is 0 and node
+    ``i`` is ``i + 1``.
+
+    Shapes: ``parents (B, N)`` or ``(1, N)``, int64.
+    """
+
+    parents: Tensor
+    is_chain: bool = False
+
+    @classmethod
+    def chain(cls, gamma: int, device: torch.device | str | None = None) -> Tree:
+        """Build the tree of width one with ``gamma`` nodes."""
+        return cls(torch.arange(-1, gamma - 1, device=device).unsqueeze(0), is_chain=True)
+
+    def __len__(self) -> int:
+        return self.parents.shape[1]
+
+    @cached_property
+    def ancestors(self) -> Tensor:
+        """``(B or 1, S, S)`` bool in scored coordinates: ``[b, s, t]`` is True when ``t`` is ``s`` or an ancestor of it."""
+        rows, width = self.parents.shape
+        scored = width + 1
+        if self.is_chain:
+            return torch.ones(scored, scored, dtype=torch.bool, device=self.parents.device).tril().unsqueeze(0)
+        reach = torch.zeros(rows, scored, scored, device=self.parents.device)
+        reach[:, 1:].scatter_(2, self.parents.unsqueeze(-1) + 1, 1.0)
+        reach.diagonal(dim1=1, dim2=2).fill_(1.0)
+        for _ in range(max(1, (scored - 1).bit_length())):
+            reach = (reach @ reach).clamp_(max=1.0)
+        return reach.bool()
+
+    @cached_property
+    def depth(self) -> Tensor:
+        """``(B or 1, S)`` int64 in scored coordinates: 0 for the root, 1 for its children."""
+        return self.ancestors.sum(-1) - 1
+
+    @cached_property
+    def max_depth(self) -> int:
+        """Return the depth of the deepest node (reads the device once for trees that are not chains)."""
+        if self.is_chain:
+            return len(self)
+        return int(self.depth.max()) if len(self) else 0
+
+    def trim(self, width: int) -> Tree:
+        """Keep the first ``width`` nodes (always closed under parents)."""
+        return Tree(self.parents[:, :width], self.is_chain)
+
+
+@dataclass(frozen=True)
+class SparseQ:
+    """Hold the drafter's law at each node as a list: probabilities outside the list are exactly zero.
+
+    Shapes: ``ids (B, N, C)`` int64 target ids, ``probs (B, N, C)`` float, each row sums to one. An unused place
+    repeats any id with probability zero.
+    """
+
+    ids: Tensor
+    probs: Tensor
+
+
+@dataclass(frozen=True)
+class DenseQ:
+    """Hold the drafter's law at each node as warped logits over the first ``V_draft`` target ids.
+
+    Shapes: ``logits (B, N, V_draft)``; ``V_draft`` at most ``V``; ids above have probability zero.
+    """
+
+    logits: Tensor
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Hold what a drafter proposes for one round.
+
+    ``q`` is None when every token was picked deterministically given the text (argmax, lookup, a coin of the
+    seed). Otherwise ``q[b, i]`` is the law that node ``i`` was drawn from; siblings share it, and
+    ``without_replacement`` says how siblings were drawn.
+
+    Shapes: ``tokens (B, N)`` int64, ``n_valid (B,)`` int64: the first ``n_valid[b]`` nodes of row ``b`` count.
+    """
+
+    tokens: Tensor
+    tree: Tree
+    n_valid: Tensor
+    q: SparseQ | DenseQ | None = None
+    without_replacement: bool = False
+
+    @classmethod
+    def empty(cls, rows: int, device: torch.device | str | None = None) -> Draft:
+        """Build the draft that proposes nothing: the round is one plain step."""
+        tokens = torch.zeros(rows, 0, dtype=torch.long, device=device)
+        return cls(tokens, Tree.chain(0, device), torch.zeros(rows, dtype=torch.long, device=device))
+
+    @classmethod
+    def from_lists(cls, tokens: list[list[int]], device: torch.device | str | None = None) -> Draft:
+        """Build a ragged chain draft from one list of tokens a row."""
+        width = max(map(len, tokens))
+        padded = [row + [0] * (width - len(row)) for row in tokens]
+        block = torch.tensor(padded, dtype=torch.long, device=device).view(len(tokens), width)
+        return cls(block, Tree.chain(width, device), torch.tensor([len(row) for row in tokens], device=device))
+
+    @property
+    def width(self) -> int:
+        """Return N, the number of nodes."""
+        return self.tokens.shape[1]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Hold what the target decided: the accepted path and the token after it.
+
+    Shapes: ``path (B, K)`` int64 node indices (entries beyond ``n`` are junk in range), ``n (B,)`` accepted count,
+    ``next (B,)`` the correction or bonus token, ``invalid (B,)`` bool: the target's logits held NaN or no finite
+    value where they were read.
+    """
+
+    path: Tensor
+    n: Tensor
+    next: Tensor
+    invalid: Tensor
+
+
+@dataclass(frozen=True)
+class Round:
+    """Hold one finished round: the draft, the verdict, and the target's hidden states on the accepted path.
+
+    Shapes: ``hidden``: one ``(B, K + 1, D)`` tensor per requested layer, root first; in round zero ``(B, L, D)``
+    over the right-padded prompt.
+    """
+
+    draft: Draft
+    verdict: Verdict
+    hidden: tuple[Tensor, ...] = ()
+
+    @cached_property
+    def host(self) -> list[list[int]]:
+        """Return per row ``[invalid, proposed, n, next, path..., path's tokens...]`` (the round's one device read)."""
+        verdict, draft = self.verdict, self.draft
+        columns = [verdict.invalid.long(), draft.n_valid, verdict.n, verdict.next]
+        block = [torch.stack(columns, 1), verdict.path]
+        if draft.width:
+            block.append(draft.tokens.gather(1, verdict.path.clamp(0, draft.width - 1)))
+        return torch.cat(block, 1).tolist()
+
+    @cached_property
+    def paths(self) -> list[list[int]]:
+        """Return each row's accepted node indices."""
+        return [row[4 : 4 + row[2]] for row in self.host]
+
+    @cached_property
+    def emitted(self) -> list[list[int]]:
+        """Return each row's new tokens: the accepted ones, then the correction or bonus token."""
+        depth = self.verdict.path.shape[1]
+        return [[*row[4 + depth : 4 + depth + row[2]], row[3]] for row in self.host]
+
+    @cached_property
+    def proposed(self) -> list[int]:
+        """Return how many nodes each row proposed."""
+        return [row[1] for row in self.host]

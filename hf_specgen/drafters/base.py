@@ -1,0 +1,91 @@
+"""The Drafter interface, and the draft lengths that all drafters share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hf_specgen.costs import Costs, Rate
+from hf_specgen.draft import Draft, Round
+from hf_specgen.errors import SpecGenError
+from hf_specgen.sequences import DraftRequest, Sequences
+
+SCHEDULES = ("constant", "heuristic", "heuristic_transient", "adaptive")
+
+
+class Drafter(ABC):
+    """Propose tokens for every row; its distribution is q.
+
+    A drafter is begun once per ``generate()`` and then alternates ``propose`` and ``observe``. It changes nothing
+    outside itself, and two runs with the same text propose the same.
+    """
+
+    hidden_layers: tuple[int, ...] = ()
+    """Which of the target's hidden states a round must carry (0 is the embedding output)."""
+
+    @abstractmethod
+    def begin(self, sequences: Sequences) -> None:
+        """Prepare for new rows; the prompt is not read by the target yet.
+
+        Raises: ``IncompatibleDrafter`` or ``SpecGenError`` for requests it cannot serve.
+        """
+
+    @abstractmethod
+    def propose(self, sequences: Sequences) -> Draft:
+        """Return a draft that continues every row; finished rows and rows without room get no nodes."""
+
+    def observe(self, round: Round) -> None:  # noqa: B027 - a drafter without state has nothing to learn
+        """Learn from a finished round (round zero is the prompt's)."""
+
+
+@dataclass
+class DraftLength:
+    """Choose how many tokens each row drafts.
+
+    ``constant``: always ``num_tokens``. ``heuristic``: per row, two more after a fully accepted draft, one fewer
+    otherwise. ``adaptive``: as many as pay at the acceptance seen so far and the given costs, at most ``num_tokens``.
+    """
+
+    schedule: str
+    num_tokens: int
+    costs: Costs
+    current: list[int] = field(default_factory=list)
+
+    @classmethod
+    def choose(cls, request: DraftRequest, own: int | None, default: int, costs: Costs) -> DraftLength:
+        """Settle the request of a call with a drafter's own setting: a number asks for a constant length.
+
+        Raises: ``SpecGenError`` for an unknown schedule or a length below one.
+        """
+        asked = request.num_tokens if request.num_tokens is not None else own
+        schedule = request.schedule or ("adaptive" if asked is None else "constant")
+        length = default if asked is None else asked
+        if schedule not in SCHEDULES:
+            raise SpecGenError(f"num_assistant_tokens_schedule={schedule!r}: one of {', '.join(SCHEDULES)} is required.")
+        if length < 1:
+            raise SpecGenError(f"num_assistant_tokens={length}: at least 1 is required. For no drafts, pass no drafter.")
+        return cls(schedule, length, costs)
+
+    def begin(self, rows: int) -> None:
+        """Start every row at the configured length."""
+        self.current = [self.num_tokens] * rows
+
+    def bounds(self, room: Sequence[int]) -> list[int]:
+        """Return the most tokens that each row may draft now."""
+        return [min(length, space) for length, space in zip(self.current, room, strict=True)]
+
+    def cut(self, available: Sequence[int], rates: Sequence[Rate]) -> list[int]:
+        """Return how many of each row's ``available`` tokens to propose; ``rates[r]`` is what is known of row r's."""
+        if self.schedule != "adaptive":
+            return list(available)
+        return self.costs.best_lengths([rate.rates for rate in rates], available)
+
+    def observe(self, round: Round) -> None:
+        """Adapt the heuristic length of rows that drafted."""
+        if self.schedule not in ("heuristic", "heuristic_transient"):
+            return
+        for row, (proposed, path) in enumerate(zip(round.proposed, round.paths, strict=True)):
+            if proposed:
+                full = len(path) == proposed
+                self.current[row] = self.current[row] + 2 if full else max(1, self.current[row] - 1)

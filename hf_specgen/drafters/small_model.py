@@ -1,0 +1,219 @@
+"""SmallModel: a causal language model with the target's tokens drafts for it (Leviathan et al. 2023)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_specgen import ops
+from hf_specgen.coins import DRAFT
+from hf_specgen.costs import Costs, Rate
+from hf_specgen.draft import DenseQ, Draft, Round, Tree
+from hf_specgen.drafters.base import Drafter, DraftLength
+from hf_specgen.errors import IncompatibleDrafter
+from hf_specgen.forward import CachedModel
+from hf_specgen.sequences import Sequences
+
+_REST = 16
+
+
+class SmallModel(Drafter):
+    """Draft with a smaller causal model over its own slot cache, a chain for every row of the batch.
+
+    Args: ``num_tokens`` drafts that many in a row (None: as many as pay, up to 8); ``sample`` draws from the model's
+    own law under the target's processors instead of taking its best token; ``tokenizer`` lets the vocabularies be
+    compared when ``generate()`` is given the target's; ``confidence`` stops a row where the best token's
+    probability is lower; ``costs`` replaces the assumed costs.
+
+    Raises: ``UnsupportedTarget`` when the model cannot be driven row by row, ``IncompatibleDrafter`` when one id
+    stands for two different strings.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        num_tokens: int | None = None,
+        sample: bool = False,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        confidence: float | None = None,
+        costs: Costs | None = None,
+    ) -> None:
+        self.model = model
+        self.num_tokens, self.sample, self.tokenizer = num_tokens, sample, tokenizer
+        self.confidence, self.costs = confidence, costs
+        settings = model.config.get_text_config(decoder=True).to_dict()
+        self.context = int(settings.get("max_position_embeddings") or settings.get("n_positions") or 1 << 30)
+
+    def begin(self, sequences: Sequences) -> None:
+        """Check the vocabularies and start with empty rows; the prompt is read at the first proposal."""
+        if self.tokenizer is not None and sequences.tokenizer is not None:
+            check_vocabularies(sequences.tokenizer, self.tokenizer)
+        rows = len(sequences)
+        size = sum(parameter.numel() for parameter in self.model.parameters())
+        costs = self.costs or replace(sequences.costs, draft=max(0.03, size / max(1, sequences.target_size)))
+        own, asked = self.model.generation_config, sequences.request
+        request = replace(asked, schedule=asked.schedule or own.num_assistant_tokens_schedule)
+        self._length = DraftLength.choose(request, self.num_tokens or own.num_assistant_tokens, 8, costs)
+        self._length.begin(rows)
+        settings = (asked.confidence, self.confidence, own.assistant_confidence_threshold)
+        self._confidence = next((value for value in settings if value is not None), 0.0)
+        reserve = min(max(sequences.lengths) + sequences.budget + 1, self.context)
+        self._cached = CachedModel(self.model, rows, reserve)
+        self._rate = Rate(0.6, 0.7)
+        self._rest = self._pause = 0
+        self._base = [0] * rows
+
+    def propose(self, sequences: Sequences) -> Draft:
+        """Catch up with the text, then draft one token after another."""
+        wanted = self._wanted(sequences)
+        if not any(wanted):
+            self._base = list(self._cached.lengths)
+            return Draft.empty(len(sequences), sequences.prompt.device)
+        logits = self._catch_up(sequences, wanted)
+        self._base = list(self._cached.lengths)
+        chain = _Chain(sequences, self.sample and not sequences.greedy)
+        while True:
+            scores = chain.warp(logits)
+            self._stop_unsure(scores, chain, wanted)
+            if len(chain) >= max(wanted):
+                break
+            tokens = chain.pick(scores)
+            if len(chain) >= max(wanted):
+                break
+            output = self._cached.extend(self._known(tokens), Tree.chain(0, self._cached.device))
+            self._cached.cache.commit([int(len(chain) < want) for want in wanted])
+            logits = output.logits[:, 0]
+        return chain.draft(wanted)
+
+    def observe(self, round: Round) -> None:
+        """Roll the drafter's cache back to the accepted tokens and learn how often they are."""
+        self._length.observe(round)
+        lengths = [
+            base + min(length - base, len(path))
+            for base, length, path in zip(self._base, self._cached.lengths, round.paths, strict=True)
+        ]
+        self._cached.cache.crop_rows(lengths)
+        for proposed, path in zip(round.proposed, round.paths, strict=True):
+            if proposed:
+                self._rate.observe(len(path), min(proposed, len(path) + 1))
+
+    def _wanted(self, sequences: Sequences) -> list[int]:
+        """Return each row's draft length: within its budget, the drafter's context, and what pays."""
+        space = [max(0, min(room, self.context - length)) for room, length in zip(sequences.room, sequences.lengths, strict=True)]
+        bounds = self._length.bounds(space)
+        if self._rest > 0:
+            self._rest -= 1
+            return [0] * len(bounds)
+        wanted = self._length.cut(bounds, [self._rate] * len(bounds))
+        if any(wanted) or not any(bounds):
+            self._pause = 0 if any(wanted) else self._pause
+            return wanted
+        self._pause = max(_REST, 2 * self._pause)  # it does not pay now: rest, then try one token again
+        self._rest = self._pause
+        return [min(1, bound) for bound in bounds] if self._pause > _REST else wanted
+
+    def _catch_up(self, sequences: Sequences, wanted: list[int]) -> Tensor:
+        """Feed every token the drafter has not read; return the logits ``(B, V_draft)`` after each row's newest."""
+        lengths = self._cached.lengths
+        pending = [
+            row[length:] if want else []  # rows that draft nothing may be past the drafter's context: leave them
+            for row, length, want in zip(sequences.tokens, lengths, wanted, strict=True)
+        ]
+        if not any(lengths):
+            pending = [row or tokens[:1] for row, tokens in zip(pending, sequences.tokens, strict=True)]
+            return self._cached.prefill(self._padded(pending, left=True), [len(row) for row in pending]).logits[:, 0]
+        counts = torch.tensor([len(row) for row in pending], device=self._cached.device)
+        width = max(map(len, pending))
+        output = self._cached.extend(
+            self._padded(pending, left=False), Tree.chain(width - 1, self._cached.device), counts - 1
+        )
+        self._cached.cache.commit(counts.tolist())
+        rows = torch.arange(len(pending), device=self._cached.device)
+        return output.logits[rows, (counts - 1).clamp(min=0)]
+
+    def _padded(self, rows: list[list[int]], left: bool) -> Tensor:
+        width = max(map(len, rows))
+        pads = [[0] * (width - len(row)) for row in rows]
+        filled = [pad + row if left else row + pad for pad, row in zip(pads, rows, strict=True)]
+        return self._known(torch.tensor(filled))
+
+    def _known(self, tokens: Tensor) -> Tensor:
+        """Map ids that the drafter has no embedding for to its last one: any guess is corrected by the target."""
+        return tokens.to(self._cached.device).clamp(max=self.model.get_input_embeddings().weight.shape[0] - 1)
+
+    def _stop_unsure(self, scores: Tensor, chain: _Chain, wanted: list[int]) -> None:
+        """End rows at a node whose law is flat. The law is known before its token is drawn, so nothing is biased."""
+        if not self._confidence:
+            return
+        best = torch.softmax(scores, -1).amax(-1).tolist()
+        for row, probability in enumerate(best):
+            if probability < self._confidence:
+                wanted[row] = min(wanted[row], len(chain))
+
+
+class _Chain:
+    """Collect one draft, token by token."""
+
+    def __init__(self, sequences: Sequences, sample: bool) -> None:
+        self._sequences, self._sample = sequences, sample
+        self._coins = sequences.coins() if sample else None
+        self._rows = torch.arange(len(sequences), device=sequences.prompt.device)
+        self._tokens: list[Tensor] = []
+        self._laws: list[Tensor] = []
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def warp(self, logits: Tensor) -> Tensor:
+        """Return the drafter's logits over the target's ids, under the target's processors."""
+        sequences = self._sequences
+        size, width = sequences.vocab_size, logits.shape[-1]
+        logits = logits[:, :size].to(sequences.prompt.device, torch.float32)
+        if width < size:  # ids the drafter lacks are impossible for it
+            logits = torch.nn.functional.pad(logits, (0, size - width), value=float("-inf"))
+        drafted = torch.stack(self._tokens, 1) if self._tokens else sequences.prompt[:, :0]
+        return sequences.warp(
+            logits, self._rows, lambda row: torch.cat([sequences.prefix(row), drafted[row : row + 1]], 1)
+        )
+
+    def pick(self, scores: Tensor) -> Tensor:
+        """Add one token a row, ``(B, 1)``: the best, a draw of the row's own coins, or the shared Gumbel choice."""
+        depth = len(self._tokens)
+        if self._coins is None:
+            token, _ = ops.argmax(scores)
+        elif self._sequences.rule == "gumbel":
+            token, _ = ops.gumbel_draw(scores, self._coins.gumbel(self._rows, depth, scores.shape[-1]))
+        else:
+            token, _ = ops.draw(scores, self._coins.uniform(self._rows, depth, DRAFT))
+            self._laws.append(scores)
+        self._tokens.append(token)
+        return token[:, None]
+
+    def draft(self, wanted: list[int]) -> Draft:
+        """Return the draft; it carries its law only when tokens were drawn by coins of its own."""
+        rows, device = len(wanted), self._sequences.prompt.device
+        if not self._tokens:
+            return Draft.empty(rows, device)
+        law = DenseQ(torch.stack(self._laws, 1)) if self._laws else None
+        tokens = torch.stack(self._tokens, 1)
+        return Draft(tokens, Tree.chain(tokens.shape[1], device), torch.tensor(wanted, device=device), law)
+
+
+def check_vocabularies(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
+    """Require that every id both tokenizers know stands for the same string.
+
+    Raises: ``IncompatibleDrafter`` naming the first id that differs.
+    """
+    if target is draft:
+        return
+    ours = {index: token for token, index in target.get_vocab().items()}
+    theirs = {index: token for token, index in draft.get_vocab().items()}
+    for index in sorted(ours.keys() & theirs.keys()):
+        if ours[index] != theirs[index]:
+            raise IncompatibleDrafter(
+                f"id {index} is {ours[index]!r} for the target and {theirs[index]!r} for the drafter: one token-to-string map "
+                "is required. Use a drafter of the target's own family, or PromptLookup()."
+            )

@@ -1,0 +1,226 @@
+"""CachedModel: a causal language model driven over its own SlotCache, for targets and small drafters alike."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+
+from hf_specgen.cache import SlotCache
+from hf_specgen.draft import Tree
+from hf_specgen.errors import UnsupportedTarget
+
+_PACKED = "specgen_packed_sdpa"
+_CACHE_NAMES = ("cache", "past_key_values")
+
+
+@dataclass(frozen=True)
+class ForwardOutput:
+    """Hold what one pass returned.
+
+    Shapes: ``logits (B, S, V)`` (``(B, 1, V)``, each row's last prompt position, after a prefill); ``hidden``: the
+    embedding output and one ``(B, S, D)`` per layer when asked for, else empty.
+    """
+
+    logits: Tensor
+    hidden: tuple[Tensor, ...] = ()
+
+
+class CachedModel:
+    """Run a model row by row: prompts once, then roots and draft nodes, with a rollback after each pass.
+
+    Raises: ``UnsupportedTarget`` when the model's cache, positions or layers cannot be driven this way.
+    """
+
+    def __init__(self, model: PreTrainedModel, rows: int, reserve: int = 0) -> None:
+        self.model = model
+        arguments = inspect.signature(type(model).forward).parameters
+        check_arguments(model, arguments)
+        self._cache_name = next(name for name in _CACHE_NAMES if name in arguments)
+        self._trims_logits = "logits_to_keep" in arguments
+        self.device = model.get_input_embeddings().weight.device
+        self.cache = SlotCache(model.config, rows, self.device, reserve)
+        text = model.config.get_text_config(decoder=True)
+        self._implementation = text._attn_implementation
+        self._one_kind = len(self.cache.groups) == 1
+        self._packs = self._implementation == "sdpa" and _shares_heads(text.to_dict())
+        if self._packs:
+            AttentionInterface.register(_PACKED, packed_sdpa)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Return each row's committed length."""
+        return self.cache.lengths
+
+    def prefill(self, ids: Tensor, lengths: list[int], hidden: bool = False, chunk: int | None = None) -> ForwardOutput:
+        """Read left-padded prompts ``ids (B, W)``; row ``r`` holds ``lengths[r]`` real tokens at the end.
+
+        ``chunk`` bounds how many columns one pass reads. Raises: ``ValueError`` for hidden states of a chunked prompt.
+        """
+        width = ids.shape[1]
+        if chunk is not None and chunk < width:
+            return self._prefill_chunks(ids, lengths, chunk, hidden)
+        pads = torch.tensor([width - length for length in lengths], device=self.device)[:, None]
+        columns = torch.arange(width, device=self.device)
+        ragged = min(lengths) < width
+        self.cache.begin_prefill(width, lengths, left_padded=True)
+        extra: dict[str, Any] = {"logits_to_keep": 1} if self._trims_logits else {}
+        output = self._call(
+            ids,
+            attention_mask=(columns >= pads).long() if ragged else None,
+            position_ids=(columns - pads).clamp(min=0),
+            output_hidden_states=hidden,
+            **extra,
+        )
+        self.cache.crop_rows(lengths)
+        return ForwardOutput(output.logits[:, -1:], tuple(output.hidden_states) if hidden else ())
+
+    def extend(
+        self,
+        tokens: Tensor,
+        tree: Tree,
+        n_valid: Tensor | None = None,
+        hidden: bool = False,
+        keep: list[int] | None = None,
+    ) -> ForwardOutput:
+        """Score ``tokens (B, S)``: root and draft nodes after each row's committed slots. Commits nothing.
+
+        Nodes beyond ``n_valid (B,)`` are computed at the root's position and mean nothing. ``keep`` names the columns
+        whose logits are wanted, in order; all by default.
+        """
+        extra: dict[str, Any] = {}
+        if keep is not None and self._trims_logits:
+            extra["logits_to_keep"] = torch.tensor(keep, device=self.device)
+        self.cache.begin(tokens.shape[1])
+        depth = tree.depth
+        if n_valid is not None:
+            depth = depth * (torch.arange(tokens.shape[1], device=self.device) <= n_valid[:, None])
+        with self._attention():
+            output = self._call(
+                tokens,
+                attention_mask=self._masks(tree),
+                position_ids=self.cache.row_lengths[:, None] + depth,
+                output_hidden_states=hidden,
+                **extra,
+            )
+        logits = output.logits[:, keep] if keep is not None and not self._trims_logits else output.logits
+        return ForwardOutput(logits, tuple(output.hidden_states) if hidden else ())
+
+    def _prefill_chunks(self, ids: Tensor, lengths: list[int], chunk: int, hidden: bool) -> ForwardOutput:
+        """Read compact right-padded prompts ``chunk`` columns at a time."""
+        width = ids.shape[1]
+        index = torch.arange(width, device=self.device) + torch.tensor(
+            [width - length for length in lengths], device=self.device
+        ).unsqueeze(1)
+        compact = ids.gather(1, index.clamp(max=width - 1))
+        last: list[Tensor | None] = [None] * len(lengths)
+        states: list[tuple[Tensor, ...]] = []
+        for start in range(0, max(lengths), chunk):
+            tokens = compact[:, start : start + chunk]
+            counts = [min(max(length - start, 0), tokens.shape[1]) for length in lengths]
+            valid = torch.tensor(counts, device=self.device) - 1
+            ends = sorted({count - 1 for count in counts if count})
+            output = self.extend(tokens, Tree.chain(tokens.shape[1] - 1, self.device), valid, hidden, ends)
+            states.append(output.hidden)
+            for row, count in enumerate(counts):
+                if count:
+                    last[row] = output.logits[row, ends.index(count - 1)].clone()
+            self.cache.commit(counts)
+        logits = torch.stack([row for row in last if row is not None])[:, None]
+        return ForwardOutput(logits, _left_pad(states, index, width) if hidden else ())
+
+    def _call(self, ids: Tensor, **arguments: Any) -> Any:
+        arguments[self._cache_name] = self.cache
+        return self.model(input_ids=ids, use_cache=True, return_dict=True, **arguments)
+
+    def _masks(self, tree: Tree) -> Tensor | dict[str, Tensor]:
+        masks = self.cache.masks(tree)
+        if self._implementation != "sdpa":  # eager adds its mask
+            low = torch.finfo(self.model.dtype).min
+            zero = torch.zeros((), dtype=self.model.dtype, device=self.device)
+            masks = {kind: torch.where(mask, zero, low) for kind, mask in masks.items()}
+        rows = len(self.lengths)
+        masks = {kind: mask.expand(rows, -1, -1, -1) for kind, mask in masks.items()}
+        return next(iter(masks.values())) if self._one_kind else masks
+
+    @contextmanager
+    def _attention(self) -> Iterator[None]:
+        """Let the pass use packed attention; the config is as before afterwards."""
+        if not self._packs:
+            yield
+            return
+        text = self.model.config.get_text_config(decoder=True)
+        text._attn_implementation = _PACKED
+        try:
+            yield
+        finally:
+            text._attn_implementation = self._implementation
+
+
+def check_arguments(model: PreTrainedModel, arguments: Any) -> None:
+    """Refuse models whose forward cannot take positions, a cache and a mask of ours."""
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise UnsupportedTarget(f"{name} is an encoder-decoder model: a decoder-only model is required. Use plain generate().")
+    if "position_ids" not in arguments or not any(known in arguments for known in _CACHE_NAMES):
+        raise UnsupportedTarget(
+            f"{name}.forward takes no position_ids or no key/value cache: both are required to score rows of different "
+            "lengths in one pass. Use plain generate()."
+        )
+    implementation = model.config.get_text_config(decoder=True)._attn_implementation
+    if implementation not in ("sdpa", "eager"):
+        raise UnsupportedTarget(
+            f"{name} runs with attn_implementation={implementation!r}: 'sdpa' or 'eager' is required, other kernels "
+            f"cannot take a tree mask. Call model.set_attn_implementation('sdpa')."
+        )
+
+
+def packed_sdpa(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend with the head group folded into the query axis, so that keys and values are never repeated.
+
+    Shapes: ``query (B, Hq, S, D)``, ``key, value (B, Hkv, T, D)``, ``attention_mask (B, 1, S, T)`` bool; returns
+    ``(B, S, Hq, D)``.
+    """
+    rows, heads, width, dim = query.shape
+    shared = key.shape[1]
+    group = heads // shared
+    if group > 1:
+        query = query.reshape(rows, shared, group * width, dim)
+        if attention_mask is not None:
+            attention_mask = attention_mask.repeat(1, 1, group, 1)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
+    )
+    return out.reshape(rows, heads, width, value.shape[-1]).transpose(1, 2).contiguous(), None
+
+
+def _shares_heads(settings: dict[str, Any]) -> bool:
+    """Tell whether query heads share key/value heads and attention is the plain product (no bias, no soft cap)."""
+    heads, shared = settings.get("num_attention_heads"), settings.get("num_key_value_heads")
+    plain = settings.get("attn_logit_softcapping") is None
+    return plain and heads is not None and shared is not None and shared < heads
+
+
+def _left_pad(states: list[tuple[Tensor, ...]], index: Tensor, width: int) -> tuple[Tensor, ...]:
+    """Join compact chunks of hidden states and move every row's tokens to the end."""
+    padded = []
+    for chunks in zip(*states, strict=True):
+        compact = torch.cat(chunks, 1)
+        source = torch.arange(width, device=compact.device) - (index[:, :1])
+        padded.append(compact.gather(1, source.clamp(min=0)[..., None].expand(-1, -1, compact.shape[-1])))
+    return tuple(padded)

@@ -1,0 +1,157 @@
+"""What a call may ask: refusals with a reason before the first token, and the settings that are honoured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from hf_specgen.errors import SpecGenError
+from hf_specgen.sequences import DraftRequest
+from hf_specgen.verify import RULES
+
+_REFUSED_SETTINGS = {
+    "penalty_alpha": "contrastive search ranks several continuations",
+    "dola_layers": "DoLa contrasts layers of one step",
+    "constraints": "constrained beam search keeps several hypotheses",
+    "force_words_ids": "constrained beam search keeps several hypotheses",
+    "assistant_early_exit": "early exit changes the model while it drafts",
+    "output_attentions": "attention weights of draft passes have no plain shape",
+}
+_KNOWN_INPUTS = frozenset({"attention_mask", "position_ids", "use_cache", "logits_to_keep", "output_hidden_states"})
+_LOSSY_CACHES = ("quantized", "offloaded", "offloaded_static", "offloaded_hybrid", "paged")
+
+
+def check_rule(rule: str) -> None:
+    """Refuse a rule that does not exist.
+
+    Raises: ``SpecGenError`` listing the rules.
+    """
+    if rule not in RULES:
+        raise SpecGenError(f"rule={rule!r} is unknown: one of {', '.join(sorted(RULES))} is required.")
+
+
+def check_request(model: PreTrainedModel, config: GenerationConfig, inputs: dict[str, Any]) -> None:
+    """Refuse what cannot be served exactly.
+
+    Raises: ``SpecGenError`` saying what was given, what is required and what to do.
+    """
+    settings = config.to_dict()
+    beams = settings.get("num_beams") or 1
+    if beams > 1:
+        raise SpecGenError(f"num_beams={beams}: speculative decoding needs num_beams=1. Drop the drafter for beam search.")
+    for name, reason in _REFUSED_SETTINGS.items():
+        if settings.get(name):
+            raise SpecGenError(f"{name}={settings[name]!r} is not supported with a drafter: {reason}. Use plain generate().")
+    if settings.get("cache_implementation") in _LOSSY_CACHES:
+        raise SpecGenError(
+            f"cache_implementation={settings['cache_implementation']!r}: rows roll back in our own cache, which is kept "
+            "whole and on the device. Leave it out."
+        )
+    _check_inputs(inputs)
+    _check_sampling(settings)
+
+
+def _check_inputs(inputs: dict[str, Any]) -> None:
+    for name in ("cache", "past_key_values", "cache_params"):
+        cache = inputs.get(name)
+        # generate() marks a caller's cache; one that it made itself is empty and ignored
+        if cache is not None and ("_is_user_defined" in vars(cache) or cache.get_seq_length() > 0):
+            raise SpecGenError(
+                f"{name}= was given: the prompt must be read by our own cache, whose rows have their own lengths. Pass the "
+                "whole prompt as input_ids and leave the cache out."
+            )
+    if inputs.get("inputs_embeds") is not None:
+        raise SpecGenError("inputs_embeds= was given: drafters read token ids. Pass the prompt as input_ids.")
+    for name, value in inputs.items():
+        known = name in _KNOWN_INPUTS or name in ("cache", "past_key_values", "cache_params", "inputs_embeds")
+        if not known and value is not None and value is not False:
+            raise SpecGenError(
+                f"model input {name}= was given: only token ids and their attention mask are supported with a drafter "
+                "(no images, audio or other features). Use plain generate()."
+            )
+
+
+def _check_sampling(settings: dict[str, Any]) -> None:
+    temperature = settings.get("temperature")
+    if settings.get("do_sample") and temperature is not None and temperature <= 0:
+        raise SpecGenError(f"temperature={temperature}: a positive number is required. Use do_sample=False for greedy text.")
+
+
+def check_positions(model: PreTrainedModel, lengths: list[int], budget: int) -> None:
+    """Refuse texts that cross the length where a model's rotary factors switch, since rows would switch together.
+
+    Raises: ``SpecGenError`` with the limit.
+    """
+    settings = model.config.get_text_config(decoder=True).to_dict()
+    rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    kind = rope.get("rope_type") if isinstance(rope.get("rope_type"), str) else None
+    if kind not in ("longrope", "dynamic"):
+        return
+    limit = rope.get("original_max_position_embeddings") or settings.get("original_max_position_embeddings")
+    limit = limit or settings["max_position_embeddings"]
+    longest, shortest = max(lengths) + budget, min(lengths)
+    if longest > limit and (kind == "dynamic" or shortest <= limit):
+        raise SpecGenError(
+            f"rope_type={kind!r} changes its factors at {limit} tokens and this batch spans {shortest} to {longest}: all rows "
+            "must stay on one side. Lower max_new_tokens, split the batch, or use plain generate()."
+        )
+
+
+def read_request(config: GenerationConfig, asked: DraftRequest) -> DraftRequest:
+    """Settle draft settings: the call's own first, then a generation config that departs from the global defaults."""
+    defaults = GenerationConfig._get_default_generation_params()
+    merged = config.to_dict()
+
+    def settle(value: Any, name: str) -> Any:
+        given = merged.get(name)
+        return value if value is not None else None if given == defaults.get(name) else given
+
+    return DraftRequest(
+        settle(asked.num_tokens, "num_assistant_tokens"),
+        settle(asked.schedule, "num_assistant_tokens_schedule"),
+        settle(asked.confidence, "assistant_confidence_threshold"),
+    )
+
+
+def real_tokens(input_ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> list[list[int]]:
+    """Return each row's tokens without its padding.
+
+    Raises: ``SpecGenError`` for empty rows, padding on the right, and position ids other than plain counting.
+    """
+    if input_ids.shape[1] == 0:
+        raise SpecGenError("the prompt is empty: at least one token a row is required.")
+    if mask is None:
+        mask = torch.ones_like(input_ids)
+    mask = mask.bool()
+    for row, ends_in_pad in enumerate((~mask[:, -1]).tolist()):
+        if ends_in_pad:
+            raise SpecGenError(
+                f"row {row} ends in padding: left padding is required (tokenizer.padding_side = 'left'), since the first "
+                "new token is read off the last column."
+            )
+    counted = (mask.long().cumsum(-1) - 1).clamp(min=0)
+    if positions is not None and not torch.equal(positions.expand_as(counted)[mask], counted[mask]):
+        raise SpecGenError("position_ids= was given: rows are counted from their first real token. Leave it out.")
+    return [ids[keep].tolist() for ids, keep in zip(input_ids, mask, strict=True)]
+
+
+def seed_rows(
+    rows: int, seed: int | list[int] | Tensor | None, generator: torch.Generator | None, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return ``seeds (B,)`` and ``row_ids (B,)``: one seed for all rows, numbered; or one seed a row, each row 0.
+
+    Without a seed one is drawn from ``generator`` or torch's global generator, so ``torch.manual_seed`` works.
+    Raises: ``SpecGenError`` when the number of seeds is not the number of rows.
+    """
+    if seed is None:
+        source = generator.device if generator is not None else "cpu"
+        seed = int(torch.randint(0, 2**62, (1,), generator=generator, device=source))
+    if isinstance(seed, int):
+        return torch.full((rows,), seed, device=device), torch.arange(rows, device=device)
+    seeds = torch.as_tensor(seed, dtype=torch.long, device=device).flatten()
+    if len(seeds) != rows:
+        raise SpecGenError(f"{len(seeds)} seeds were given for {rows} rows: one int, or one seed a row, is required.")
+    return seeds, torch.zeros(rows, dtype=torch.long, device=device)

@@ -1,0 +1,166 @@
+"""Acceptance statistics: counts of rounds, and the numbers made from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hf_specgen.draft import Round
+
+
+@dataclass
+class RowStats:
+    """Count what happened in one row. Names follow vLLM's per-request metrics."""
+
+    num_rounds: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_tokens: int = 0
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+
+    def add(self, proposed_depth: int, proposed: int, accepted: int) -> None:
+        """Count one round: nodes proposed, how deep they reached, and how many were accepted."""
+        self.num_rounds += 1
+        self.num_drafts += proposed > 0
+        self.num_draft_tokens += proposed
+        self.num_accepted_tokens += accepted
+        grow = proposed_depth - len(self.drafted_at)
+        self.drafted_at += [0] * grow
+        self.accepted_at += [0] * grow
+        for depth in range(proposed_depth):
+            self.drafted_at[depth] += 1
+            self.accepted_at[depth] += depth < accepted
+
+    def merge(self, other: RowStats) -> None:
+        """Add another row's counts to these."""
+        self.num_rounds += other.num_rounds
+        self.num_drafts += other.num_drafts
+        self.num_draft_tokens += other.num_draft_tokens
+        self.num_accepted_tokens += other.num_accepted_tokens
+        self.num_tokens += other.num_tokens
+        grow = len(other.drafted_at) - len(self.drafted_at)
+        self.drafted_at += [0] * grow
+        self.accepted_at += [0] * grow
+        for depth, (drafted, accepted) in enumerate(zip(other.drafted_at, other.accepted_at, strict=True)):
+            self.drafted_at[depth] += drafted
+            self.accepted_at[depth] += accepted
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Return 1 + accepted / drafts: the bonus token counts, rounds without a draft do not."""
+        return 1.0 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Return tau: 1 + accepted / rounds; rounds without a draft count as one token."""
+        return 1.0 + self.num_accepted_tokens / self.num_rounds if self.num_rounds else 1.0
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Return alpha: accepted / drafted tokens."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def acceptance_rates(self) -> list[float]:
+        """Return, per draft position, accepted / drafts that reached it (unconditional)."""
+        return [a / d if d else 0.0 for a, d in zip(self.accepted_at, self.drafted_at, strict=True)]
+
+
+@dataclass
+class AcceptanceStats:
+    """Accumulate one ``generate()`` call: per row, in total, and where the seconds went.
+
+    Units: seconds of wall time. ``verify_seconds`` holds the target's forward (``forward_seconds``) and the verdict;
+    ``other_seconds`` everything else after the prompt; ``prefill_seconds`` the prompt.
+    """
+
+    drafter: str = ""
+    rule: str = "rejection"
+    lossless: bool = True
+    rows: list[RowStats] = field(default_factory=list)
+    num_forwards: int = 0
+    prefill_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    other_seconds: float = 0.0
+
+    def add(self, round: Round, active: list[bool]) -> None:
+        """Count one verified round for the rows that were still unfinished when it began."""
+        self.num_forwards += 1
+        tree = round.draft.tree
+        for row, path in enumerate(round.paths):
+            if active[row]:
+                proposed = round.proposed[row]
+                deepest = proposed if tree.is_chain else min(tree.max_depth, proposed)
+                self.rows[row].add(deepest, proposed, len(path))
+
+    @property
+    def total(self) -> RowStats:
+        """Return the sum over rows."""
+        total = RowStats()
+        for row in self.rows:
+            total.merge(row)
+        return total
+
+    @property
+    def num_drafts(self) -> int:
+        """Return how many (row, round) pairs proposed at least one token."""
+        return self.total.num_drafts
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Return how many tokens were proposed."""
+        return self.total.num_draft_tokens
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Return how many proposed tokens were accepted."""
+        return self.total.num_accepted_tokens
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Return 1 + accepted / drafts over all rows (the bonus token counts)."""
+        return self.total.mean_acceptance_length
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Return tau over all rows: tokens per row and target forward."""
+        return self.total.tokens_per_round
+
+    @property
+    def acceptance_rates(self) -> list[float]:
+        """Return the unconditional acceptance rate per draft position."""
+        return self.total.acceptance_rates
+
+    @property
+    def seconds(self) -> float:
+        """Return the wall time of the whole call inside the loop."""
+        return self.prefill_seconds + self.draft_seconds + self.verify_seconds + self.other_seconds
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain numbers, ready for JSON."""
+        total = self.total
+        return {
+            "drafter": self.drafter,
+            "rule": self.rule,
+            "lossless": self.lossless,
+            "num_rows": len(self.rows),
+            "num_forwards": self.num_forwards,
+            "num_tokens": total.num_tokens,
+            "num_rounds": total.num_rounds,
+            "num_drafts": total.num_drafts,
+            "num_draft_tokens": total.num_draft_tokens,
+            "num_accepted_tokens": total.num_accepted_tokens,
+            "mean_acceptance_length": total.mean_acceptance_length,
+            "tokens_per_round": total.tokens_per_round,
+            "draft_acceptance_rate": total.draft_acceptance_rate,
+            "acceptance_rates": total.acceptance_rates,
+            "seconds": self.seconds,
+            "prefill_seconds": self.prefill_seconds,
+            "draft_seconds": self.draft_seconds,
+            "verify_seconds": self.verify_seconds,
+            "forward_seconds": self.forward_seconds,
+            "other_seconds": self.other_seconds,
+        }

@@ -1,0 +1,229 @@
+"""Decide which drafted tokens the target keeps, and the token that follows them.
+
+Three rules, one descent. *Sample and match* serves every draft that was picked without chance: the target draws its
+own token at each node and follows the child that carries it. *Rejection* serves drafted samples: children are offered
+to the target in turn, and what they leave of p is drawn from. *Block* judges a sampled chain as a whole.
+All keep the target's law; theory and test vectors: docs/theory.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_specgen import ops
+from hf_specgen.coins import ACCEPT, SAMPLE, CoinSource
+from hf_specgen.draft import Draft, SparseQ, Verdict
+from hf_specgen.errors import SpecGenError
+
+RULES = frozenset({"rejection", "block", "gumbel"})
+
+
+class Scores(Protocol):
+    """Give the target's processed logits at the scored positions of a round, only where they are asked for."""
+
+    greedy: bool
+    vocab_size: int
+    device: torch.device
+
+    def at(self, rows: Tensor, nodes: Tensor) -> Tensor:
+        """Return ``(R, V)`` logits of ``rows (R)`` at scored coordinates ``nodes (R)`` (0 is the root)."""
+        ...
+
+
+class _Step(NamedTuple):
+    """What one node decides, for R rows: descend to draft node ``child`` where ``found``, else emit ``token``."""
+
+    found: Tensor
+    child: Tensor
+    token: Tensor
+    invalid: Tensor
+
+
+_Decide = Callable[[Tensor, Tensor, Tensor], _Step]  # (rows, scored node, depth), each (R)
+_Pick = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # the same arguments -> token, invalid
+
+
+def verify(scores: Scores, draft: Draft, coins: CoinSource | None, rule: str = "rejection") -> Verdict:
+    """Judge a draft so that the emitted tokens follow the target's law exactly.
+
+    ``coins`` may be None when the target is greedy.
+    Raises: SpecGenError for an unknown rule, missing coins, or ``rule="block"`` on a sampled tree.
+    """
+    if rule not in RULES:
+        raise SpecGenError(f"rule={rule!r} is unknown. Choose one of {sorted(RULES)}.")
+    if scores.greedy:
+        return _descend(scores, draft, _matching(draft, lambda rows, nodes, _: ops.argmax(scores.at(rows, nodes))))
+    if coins is None:
+        raise SpecGenError("verify() got coins=None for a target that samples. Pass a CoinSource such as Coins(...).")
+    if rule == "gumbel":
+        return _descend(scores, draft, _matching(draft, _gumbel_pick(scores, coins)))
+    if draft.q is None or not draft.width:
+        return _descend(scores, draft, _matching(draft, _sample_pick(scores, draft, coins)))
+    if rule == "block":
+        return _block(scores, draft, coins)
+    return _descend(scores, draft, _rejection(scores, draft, coins))
+
+
+def _descend(scores: Scores, draft: Draft, decide: _Decide) -> Verdict:
+    """Walk all rows down their trees, level by level.
+
+    A row that has stopped would repeat its last decision, so nothing needs a mask and no device is waited for; on CPU
+    stopped rows are dropped to save the work.
+    """
+    batch, levels, device = len(draft.tokens), draft.tree.max_depth, scores.device
+    rows = torch.arange(batch, device=device)
+    node, depth, last = torch.zeros_like(rows), torch.zeros_like(rows), torch.zeros_like(rows)
+    path = torch.zeros(batch, levels + 1, dtype=torch.long, device=device)
+    invalid = torch.zeros(batch, dtype=torch.bool, device=device)
+    for level in range(levels + 1):
+        step = decide(rows, node[rows], depth[rows])
+        last[rows], invalid[rows] = step.token, invalid[rows] | step.invalid
+        path[rows, level] = step.child
+        node[rows] = torch.where(step.found, step.child + 1, node[rows])
+        depth[rows] += step.found
+        if device.type == "cpu":
+            rows = rows[step.found]
+            if not len(rows):
+                break
+    return Verdict(path[:, :levels], depth, last, invalid)
+
+
+def _matching(draft: Draft, pick: _Pick) -> _Decide:
+    """Follow the child that carries the target's own token: accepts with p(x), the optimum for a one-hot q.
+
+    Source: the special case of Leviathan et al. 2023 for a q without chance; two identical children count once.
+    """
+    parents = draft.tree.parents.expand(len(draft.tokens), -1) + 1
+    present = torch.arange(draft.width, device=parents.device) < draft.n_valid.unsqueeze(1)
+
+    def decide(rows: Tensor, nodes: Tensor, depth: Tensor) -> _Step:
+        token, invalid = pick(rows, nodes, depth)
+        if not draft.width:
+            return _Step(torch.zeros_like(invalid), torch.zeros_like(token), token, invalid)
+        carries = (draft.tokens[rows] == token.unsqueeze(1)) & (parents[rows] == nodes.unsqueeze(1)) & present[rows]
+        found, child = carries.max(1)
+        return _Step(found, child, token, invalid)
+
+    return decide
+
+
+def _sample_pick(scores: Scores, draft: Draft, coins: CoinSource) -> _Pick:
+    """Draw with the coin of (seed, row, position): the text is a function of the seed, whatever was drafted."""
+    table = _table(coins, draft, SAMPLE)
+    return lambda rows, nodes, depth: ops.draw(scores.at(rows, nodes), table[rows, depth])
+
+
+def _gumbel_pick(scores: Scores, coins: CoinSource) -> _Pick:
+    """Draw argmax(log p + G) with the vector the drafter also used, so that alike laws pick alike tokens.
+
+    Source: Daliri et al. 2025, "Coupling without communication and drafter-invariant speculative decoding".
+    """
+
+    def pick(rows: Tensor, nodes: Tensor, depth: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.gumbel_draw(scores.at(rows, nodes), coins.gumbel(rows, depth, scores.vocab_size))
+
+    return pick
+
+
+def _rejection(scores: Scores, draft: Draft, coins: CoinSource) -> _Decide:
+    """Offer each node's children in turn; when none is accepted draw from what they leave of p.
+
+    Source: Leviathan et al. 2023, Chen et al. 2023 (chains); Miao et al. 2024, SpecInfer (trees).
+    """
+    children, present = _children(draft)
+    accept = torch.stack([_table(coins, draft, ACCEPT, k) for k in range(children.shape[-1])], -1)
+    sample = _table(coins, draft, SAMPLE)
+
+    def decide(rows: Tensor, nodes: Tensor, depth: Tensor) -> _Step:
+        logits, siblings, real = scores.at(rows, nodes), children[rows, nodes], present[rows, nodes]
+        q_ids, q = _q_at(draft, rows, siblings[:, 0])
+        tokens = draft.tokens[rows.unsqueeze(1), siblings].masked_fill(~real, 0)
+        found, choice, scale, invalid = ops.accept_siblings(
+            logits, q_ids, q, tokens, real, accept[rows, depth], draft.without_replacement
+        )
+        token = torch.zeros_like(rows)
+        stop = _select(~found)
+        if len(stop):
+            ids, keep = None if q_ids is None else q_ids[stop], torch.ones_like(scale[stop])
+            coin = sample[rows[stop], depth[stop]]
+            token[stop], _ = ops.residual_draw(logits[stop], ids, q[stop], keep, scale[stop], coin)
+        return _Step(found, siblings.gather(1, choice.unsqueeze(1)).squeeze(1), token, invalid)
+
+    return decide
+
+
+def _block(scores: Scores, draft: Draft, coins: CoinSource) -> Verdict:
+    """Keep the longest block whose own coin passes, then draw from what that block leaves of p.
+
+    ``reach`` is h, how likely a block of each length is worth keeping; ``surplus`` is R, the mass of
+    ``max(h p - q, 0)``. A block passes with R / (R + 1 - h), a full one with h.
+    Source: Sun et al. 2024, "Block verification accelerates speculative decoding", algorithm 2.
+    """
+    if not draft.tree.is_chain:
+        raise SpecGenError(
+            "rule='block' got a tree of sampled tokens; it judges chains only. Use rule='rejection', or draft a chain."
+        )
+    rows = everyone = torch.arange(len(draft.tokens), device=scores.device)
+    length = torch.arange(draft.width + 1, device=scores.device)
+    n_valid = draft.n_valid.unsqueeze(1)
+    tokens = draft.tokens.masked_fill(length[:-1] >= n_valid, 0)
+    reach = (length == 0).double().repeat(len(rows), 1)
+    surplus = torch.zeros_like(reach)
+    invalid = torch.zeros_like(draft.n_valid, dtype=torch.bool)
+    for i in range(draft.width):
+        rows = rows[_select((n_valid[rows, 0] > i) & (reach[rows, i] > 0))]
+        if not len(rows):
+            break
+        logits, (q_ids, q) = scores.at(rows, torch.full_like(rows, i)), _q_at(draft, rows, torch.full_like(rows, i))
+        surplus[rows, i], reach[rows, i + 1], bad = ops.block_step(logits, q_ids, q, tokens[rows, i], reach[rows, i])
+        invalid[rows] |= bad
+
+    coin = F.pad(_table(coins, draft, ACCEPT)[:, :-1], (1, 0))  # length i has the coin of its last token
+    passes = (reach >= 1) | (coin * (surplus + 1 - reach) < surplus)  # h = 1 passes even when p = q leaves R = 0
+    passes = torch.where(length == n_valid, coin < reach, passes & (length < n_valid))
+    kept = (passes * length).amax(1)
+    keep, take = reach[everyone, kept], (kept < draft.n_valid).double()
+    logits, (q_ids, q) = scores.at(everyone, kept), _q_at(draft, everyone, kept.clamp(max=draft.width - 1))
+    last, bad = ops.residual_draw(logits, q_ids, q, keep, take, _table(coins, draft, SAMPLE)[everyone, kept])
+    return Verdict(length[:-1].repeat(len(kept), 1), kept, last, invalid | bad)
+
+
+def _select(mask: Tensor) -> Tensor:
+    """List the rows to work on: those marked on CPU, elsewhere all of them, for a list would wait for the device."""
+    return mask.nonzero().squeeze(1) if mask.device.type == "cpu" else torch.arange(len(mask), device=mask.device)
+
+
+def _table(coins: CoinSource, draft: Draft, use: int, sibling: int = 0) -> Tensor:
+    """Toss the coins of every row and depth at once: ``(B, levels + 1)``."""
+    batch, levels, device = len(draft.tokens), draft.tree.max_depth + 1, draft.tokens.device
+    rows = torch.arange(batch, device=device).repeat_interleave(levels)
+    return coins.uniform(rows, torch.arange(levels, device=device).repeat(batch), use, sibling).view(batch, levels)
+
+
+def _children(draft: Draft) -> tuple[Tensor, Tensor]:
+    """List the children of every scored node in draft order, and which of them are really there.
+
+    Returns: node indices ``(B, S, K)`` and bool ``(B, S, K)``.
+    """
+    node = torch.arange(draft.width, device=draft.tokens.device)
+    parents = draft.tree.parents.expand(len(draft.tokens), -1) + 1
+    rank = (parents.unsqueeze(2) == parents.unsqueeze(1)).tril(-1).sum(-1)
+    siblings = 1 if draft.tree.is_chain else int(rank.max()) + 1
+    children = parents.new_zeros(len(parents), draft.width + 1, siblings)
+    present = torch.zeros_like(children, dtype=torch.bool)
+    place = (torch.arange(len(parents), device=node.device).unsqueeze(1), parents, rank)
+    children[place], present[place] = node, node < draft.n_valid.unsqueeze(1)
+    return children, present
+
+
+def _q_at(draft: Draft, rows: Tensor, nodes: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Read the law that draft nodes were drawn from: ``(ids, probabilities)``, or ``(None, logits)``."""
+    if isinstance(draft.q, SparseQ):
+        return draft.q.ids[rows, nodes], draft.q.probs[rows, nodes]
+    assert draft.q is not None
+    return None, draft.q.logits[rows, nodes]

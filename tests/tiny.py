@@ -1,0 +1,165 @@
+"""Tiny random models of every supported family, and drafters that only tests need."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import torch
+import transformers
+from transformers import AutoConfig, PreTrainedModel
+
+from hf_specgen import Draft, Drafter, Round, Tree
+
+COMMON = dict(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=0,
+    tie_word_embeddings=False,
+    initializer_range=0.3,
+)
+MIXED = ["sliding_attention", "full_attention"]
+# family: (model class, settings beyond COMMON, attention implementations that exist for it)
+FAMILIES: dict[str, tuple[str, dict, tuple[str, ...]]] = {
+    "llama": ("LlamaForCausalLM", {}, ("sdpa", "eager")),
+    "qwen2": ("Qwen2ForCausalLM", {}, ("sdpa", "eager")),
+    "qwen3": ("Qwen3ForCausalLM", {"head_dim": 16}, ("sdpa", "eager")),
+    "mistral": ("MistralForCausalLM", {"sliding_window": 8}, ("sdpa", "eager")),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16, "layer_types": MIXED},
+        ("eager",),
+    ),
+    "gemma3_text": (
+        "Gemma3ForCausalLM",
+        {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16, "layer_types": MIXED},
+        ("sdpa", "eager"),
+    ),
+    "phi3": ("Phi3ForCausalLM", {}, ("sdpa", "eager")),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
+        ("sdpa", "eager"),
+    ),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        {"head_dim": 16, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": MIXED},
+        ("eager",),
+    ),
+    "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}, ("sdpa", "eager")),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        ("sdpa", "eager"),
+    ),
+    "olmo2": ("Olmo2ForCausalLM", {}, ("sdpa", "eager")),
+    "cohere2": ("Cohere2ForCausalLM", {"sliding_window": 8, "layer_types": MIXED, "logit_scale": 1.0}, ("sdpa", "eager")),
+    "smollm3": ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 0]}, ("sdpa", "eager")),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+        },
+        ("sdpa", "eager"),
+    ),
+}
+CASES = [(family, impl) for family, (_, _, impls) in FAMILIES.items() for impl in impls]
+
+
+def build(family: str, implementation: str = "sdpa", seed: int = 0, **settings: object) -> PreTrainedModel:
+    """Build a tiny random model of a family in float32, ready to generate without EOS."""
+    torch.manual_seed(seed)
+    class_name, extra, _ = FAMILIES[family]
+    config = AutoConfig.for_model(family, **{**COMMON, **extra, **settings})
+    config._attn_implementation = implementation
+    model = getattr(transformers, class_name)._from_config(config, dtype=torch.float32).eval()
+    model.generation_config.pad_token_id = 0
+    model.generation_config.eos_token_id = None
+    model.generation_config.bos_token_id = None
+    return model
+
+
+def tiny(seed: int = 0, vocab: int = 64, layers: int = 2, **settings: object) -> PreTrainedModel:
+    """Build the Llama of user_cases.md (T)."""
+    return build("llama", seed=seed, vocab_size=vocab, num_hidden_layers=layers, **settings)
+
+
+def disturbed(model: PreTrainedModel, scale: float = 0.05) -> PreTrainedModel:
+    """Copy a model with noise on every weight (D+): agrees often, not always."""
+    copied = copy.deepcopy(model)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter += scale * parameter.std() * torch.randn_like(parameter)
+    return copied
+
+
+def prompts(lengths: list[int], seed: int = 3, vocab: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return random left-padded prompts and their mask; each repeats itself so that lookup finds something."""
+    torch.manual_seed(seed)
+    width = max(lengths)
+    ids = torch.zeros(len(lengths), width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(lengths):
+        text = torch.randint(1, vocab, (length,))
+        text[length // 2 :] = text[: length - length // 2].clone()
+        ids[row, width - length :] = text
+        mask[row, width - length :] = 1
+    return ids, mask
+
+
+class RandomTree(Drafter):
+    """Draft random trees, another shape in every row and round, that often contain the given continuation."""
+
+    def __init__(self, texts: list[list[int]], hit: float = 0.75, nodes: int = 7, seed: int = 0, vocab: int = 64) -> None:
+        self.texts, self.hit, self.nodes, self.seed, self.vocab = texts, hit, nodes, seed, vocab
+
+    def begin(self, sequences) -> None:
+        self.random = random.Random(self.seed)
+        self.accepted_off_spine = 0
+
+    def propose(self, sequences) -> Draft:
+        rows = [self._row(text, tokens, room) for text, tokens, room in zip(self.texts, sequences.tokens, sequences.room, strict=True)]
+        width = max(len(tokens) for tokens, _ in rows)
+        device = sequences.prompt.device
+        parents = [above + [-1] * (width - len(above)) for _, above in rows]
+        block = Draft.from_lists([tokens for tokens, _ in rows], device)
+        return Draft(block.tokens, Tree(torch.tensor(parents, device=device).view(len(rows), width)), block.n_valid)
+
+    def _row(self, text: list[int], tokens: list[int], room: int) -> tuple[list[int], list[int]]:
+        draft, parents, depths, right = [], [], [], []
+        for _ in range(self.random.randint(0, self.nodes)):
+            parent = self.random.randint(-1, len(draft) - 1)
+            depth = 0 if parent < 0 else depths[parent] + 1
+            place = len(tokens) + depth
+            if depth >= room or place >= len(text):
+                continue
+            follows = parent < 0 or right[parent]
+            hit = follows and self.random.random() < self.hit
+            draft.append(text[place] if hit else self.random.randrange(1, self.vocab))
+            parents.append(parent)
+            depths.append(depth)
+            right.append(follows and draft[-1] == text[place])
+        return draft, parents
+
+    def observe(self, round: Round) -> None:
+        self.accepted_off_spine += sum(path != list(range(len(path))) for path in round.paths)
