@@ -1,4 +1,4 @@
-"""Exact speculative decoding for Hugging Face ``generate()``: any batch size, trees and chains, every drafter family."""
+"""Exact speculative decoding inside Hugging Face ``generate()``: any batch size, chains and trees."""
 
 from hf_specgen.costs import Costs
 from hf_specgen.draft import DenseQ, Draft, Round, SparseQ, Tree, Verdict

@@ -245,7 +245,9 @@ class SlotCache(Cache):
         if needed <= group.capacity:
             return
         doubled = max(needed, 2 * group.capacity)
-        if group.window is not None:  # attention reads the whole ring, so it holds no more than a draft beyond the window
+        if (
+            group.window is not None
+        ):  # attention reads the whole ring, so it holds no more than a draft beyond the window
             doubled = max(needed, min(doubled, group.window + _RING_SPARE))
         source = None
         if max(self.lengths) > group.capacity > 0:
@@ -269,8 +271,10 @@ def layer_kinds(config: PretrainedConfig) -> list[tuple[str, int | None]]:
     declared = settings.get("layer_types") or [None] * len(layers)
     if not layers or len(layers) != settings.get("num_hidden_layers", len(layers)) or len(declared) != len(layers):
         raise UnsupportedTarget(
-            f"{type(config).__name__} gives {len(layers)} cache layers for {settings.get('num_hidden_layers')} hidden layers: "
-            "one key/value cache per layer is required (layers that share a cache are not supported). Use plain generate()."
+            f"{type(config).__name__} gives {len(layers)} cache layers for {settings.get('num_hidden_layers')} "
+            "hidden layers: "
+            "one key/value cache per layer is required (layers that share a cache are not supported). Use plain "
+            "generate()."
         )
     kinds: list[tuple[str, int | None]] = []
     for layer, name in zip(layers, declared, strict=True):
@@ -279,10 +283,13 @@ def layer_kinds(config: PretrainedConfig) -> list[tuple[str, int | None]]:
         kind = name or ("chunked_attention" if chunked else "sliding_attention" if window else "full_attention")
         if kind not in _KINDS or not isinstance(layer, DynamicLayer):
             raise UnsupportedTarget(
-                f"{type(config).__name__} has a layer of kind {kind!r}: only {', '.join(_KINDS)} can be rolled back row by "
+                f"{type(config).__name__} has a layer of kind {kind!r}: only {', '.join(_KINDS)} can be rolled back "
+                "row by "
                 "row (recurrent and indexed layers cannot yet). Use plain generate()."
             )
         kinds.append((kind, window))
     if len(set(kinds)) != len({kind for kind, _ in kinds}):
-        raise UnsupportedTarget(f"{type(config).__name__} mixes several windows in one layer kind: one window is required.")
+        raise UnsupportedTarget(
+            f"{type(config).__name__} mixes several windows in one layer kind: one window is required."
+        )
     return kinds

@@ -10,14 +10,15 @@ import torch
 
 @dataclass(frozen=True)
 class Costs:
-    """Model a pass over ``p`` positions (all rows together) as ``1 + jump * [p > 1] + slope * (p - 1)`` plain steps.
+    """Model a pass: ``1 + row (rows - 1) + slope (positions - rows)``, and ``jump`` more above one position.
 
-    ``jump`` is paid once as soon as a pass holds more positions than rows (float32 matrix products on CPUs change
-    kernel there), ``slope`` per position, ``draft`` per drafted token. The defaults are measured figures of one
-    2-core machine and one GPU-shaped guess; they steer draft lengths only, never the text.
+    Units: plain steps of one row. ``jump`` is the price of leaving matrix-vector products (float32 on CPUs),
+    ``slope`` that of one more position, ``draft`` that of drafting one token in every row. The defaults come from
+    measurements of one 2-core machine and an assumption for GPUs; they steer draft lengths only, never the text.
     """
 
     jump: float = 0.0
+    row: float = 0.0
     slope: float = 0.002
     draft: float = 0.0
 
@@ -27,14 +28,17 @@ class Costs:
         if device.type != "cpu":
             return cls()
         if dtype in (torch.bfloat16, torch.float16):
-            return cls(slope=0.018)
-        return cls(jump=0.5, slope=0.03)
+            return cls(row=0.06, slope=0.016)
+        return cls(jump=0.5, row=0.033, slope=0.033)
+
+    def forward(self, rows: int, width: int) -> float:
+        """Return the cost of one pass over a root and ``width`` draft tokens in each of ``rows`` rows."""
+        jump = self.jump if rows * (1 + width) > 1 else 0.0
+        return 1.0 + self.row * (rows - 1) + jump + self.slope * rows * width
 
     def round(self, rows: int, width: int) -> float:
-        """Return the cost of scoring ``width`` drafted tokens in each of ``rows`` rows, over the cost of none."""
-        plain = 1.0 + self.slope * (rows - 1)
-        scored = plain + self.slope * rows * width + (self.jump if width else 0.0)
-        return scored / plain + self.draft * width
+        """Return the cost of drafting and scoring ``width`` tokens in each row, over that of a plain step."""
+        return self.forward(rows, width) / self.forward(rows, 0) + self.draft * width
 
     def best_lengths(self, rates: Sequence[tuple[float, float]], available: Sequence[int]) -> list[int]:
         """Return each row's draft length that maximises tokens per cost of the common pass.

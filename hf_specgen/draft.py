@@ -32,7 +32,7 @@ class Tree:
 
     @cached_property
     def ancestors(self) -> Tensor:
-        """``(B or 1, S, S)`` bool in scored coordinates: ``[b, s, t]`` is True when ``t`` is ``s`` or an ancestor of it."""
+        """``(B or 1, S, S)`` bool in scored coordinates: True at ``[b, s, t]`` when ``t`` is ``s`` or above it."""
         rows, width = self.parents.shape
         scored = width + 1
         if self.is_chain:

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ class ForwardOutput:
 class CachedModel:
     """Run a model row by row: prompts once, then roots and draft nodes, with a rollback after each pass.
 
+    ``seconds`` is the wall time spent inside the model's own forward (on a GPU: launching it).
+
     Raises: ``UnsupportedTarget`` when the model's cache, positions or layers cannot be driven this way.
     """
 
@@ -47,6 +50,7 @@ class CachedModel:
         self.device = model.get_input_embeddings().weight.device
         self.cache = SlotCache(model.config, rows, self.device, reserve)
         text = model.config.get_text_config(decoder=True)
+        self.seconds = 0.0
         self._implementation = text._attn_implementation
         self._one_kind = len(self.cache.groups) == 1
         self._packs = self._implementation == "sdpa" and _shares_heads(text.to_dict())
@@ -79,7 +83,7 @@ class CachedModel:
             **extra,
         )
         self.cache.crop_rows(lengths)
-        return ForwardOutput(output.logits[:, -1:], tuple(output.hidden_states) if hidden else ())
+        return self._output(output.logits[:, -1:], output, hidden)
 
     def extend(
         self,
@@ -110,7 +114,12 @@ class CachedModel:
                 **extra,
             )
         logits = output.logits[:, keep] if keep is not None and not self._trims_logits else output.logits
-        return ForwardOutput(logits, tuple(output.hidden_states) if hidden else ())
+        return self._output(logits, output, hidden)
+
+    def _output(self, logits: Tensor, output: Any, hidden: bool) -> ForwardOutput:
+        """Bring results to the device of the input embeddings (a model spread over devices ends elsewhere)."""
+        states = tuple(layer.to(self.device) for layer in output.hidden_states) if hidden else ()
+        return ForwardOutput(logits.to(self.device), states)
 
     def _prefill_chunks(self, ids: Tensor, lengths: list[int], chunk: int, hidden: bool) -> ForwardOutput:
         """Read compact right-padded prompts ``chunk`` columns at a time."""
@@ -137,7 +146,10 @@ class CachedModel:
 
     def _call(self, ids: Tensor, **arguments: Any) -> Any:
         arguments[self._cache_name] = self.cache
-        return self.model(input_ids=ids, use_cache=True, return_dict=True, **arguments)
+        begun = perf_counter()
+        output = self.model(input_ids=ids, use_cache=True, return_dict=True, **arguments)
+        self.seconds += perf_counter() - begun
+        return output
 
     def _masks(self, tree: Tree) -> Tensor | dict[str, Tensor]:
         masks = self.cache.masks(tree)
@@ -167,7 +179,9 @@ def check_arguments(model: PreTrainedModel, arguments: Any) -> None:
     """Refuse models whose forward cannot take positions, a cache and a mask of ours."""
     name = type(model).__name__
     if model.config.is_encoder_decoder:
-        raise UnsupportedTarget(f"{name} is an encoder-decoder model: a decoder-only model is required. Use plain generate().")
+        raise UnsupportedTarget(
+            f"{name} is an encoder-decoder model: a decoder-only model is required. Use plain generate()."
+        )
     if "position_ids" not in arguments or not any(known in arguments for known in _CACHE_NAMES):
         raise UnsupportedTarget(
             f"{name}.forward takes no position_ids or no key/value cache: both are required to score rows of different "

@@ -11,8 +11,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel
-from transformers import PreTrainedTokenizerBase, StoppingCriteriaList, StopStringCriteria
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
@@ -100,7 +107,9 @@ class SpeculativeDecoding:
         greedy = not generation_config.do_sample
         rows = len(input_ids)
         if self.streamer is not None and rows > 1:
-            raise SpecGenError(f"a streamer was given for {rows} rows: one row is required. Pass on_tokens=callback(row, tokens).")
+            raise SpecGenError(
+                f"a streamer was given for {rows} rows: one row is required. Pass on_tokens=callback(row, tokens)."
+            )
         tokens = real_tokens(input_ids, inputs.get("attention_mask"), inputs.get("position_ids"))
         check_positions(model, [len(row) for row in tokens], stops.max_length - input_ids.shape[1])
         device = model.get_input_embeddings().weight.device
@@ -114,7 +123,7 @@ class SpeculativeDecoding:
             seeds=seeds,
             row_ids=row_ids,
             warp=Warp(logits_processor, rows),
-            vocab_size=model.get_output_embeddings().weight.shape[0],
+            vocab_size=model.config.get_text_config(decoder=True).vocab_size,
             greedy=greedy,
             rule=rule or self.rule,
             request=read_request(generation_config, asked),
@@ -127,7 +136,9 @@ class SpeculativeDecoding:
         )
         sequences.warp.check(input_ids, sequences.vocab_size)
         pad = pad_token(generation_config, stops, rows)
-        target = Target(model, sequences, self.drafter.hidden_layers, log.hidden is not None, generation_config.prefill_chunk_size)
+        target = Target(
+            model, sequences, self.drafter.hidden_layers, log.hidden is not None, generation_config.prefill_chunk_size
+        )
         if self.streamer is not None:
             self.streamer.put(input_ids.cpu())
         stats = self._run(target, sequences, log)
@@ -138,7 +149,9 @@ class SpeculativeDecoding:
 
     def _run(self, target: Target, sequences: Sequences, log: OutputLog) -> AcceptanceStats:
         """Run the rounds: propose, score, verify, commit, until every row is finished."""
-        stats = AcceptanceStats(type(self.drafter).__name__, sequences.rule, rows=[RowStats() for _ in sequences.tokens])
+        stats = AcceptanceStats(
+            type(self.drafter).__name__, sequences.rule, rows=[RowStats() for _ in sequences.tokens]
+        )
         clock = _Clock()
         self.drafter.begin(sequences)
         stats.draft_seconds += clock.lap()
@@ -148,7 +161,7 @@ class SpeculativeDecoding:
         log.add(round, target.scores, sequences.active)
         sequences.append(round)
         stats.prefill_seconds = clock.lap()
-        target.forward_seconds = 0.0
+        before = target.cached.seconds
         self.drafter.observe(round)
         while not sequences.done:
             draft = self.drafter.propose(sequences)
@@ -162,7 +175,7 @@ class SpeculativeDecoding:
             sequences.append(round)
             stats.other_seconds += clock.lap()
             self.drafter.observe(round)
-        stats.forward_seconds = target.forward_seconds
+        stats.forward_seconds = target.cached.seconds - before
         for row, count in zip(stats.rows, sequences.new, strict=True):
             row.num_tokens = count
         return stats
@@ -250,7 +263,9 @@ def route(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     if not isinstance(loop, SpeculativeDecoding):
         return plain(*args, **kwargs)
     if call.pop("synced_gpus", None):
-        raise SpecGenError("synced_gpus=True: ranks would need equal numbers of rounds. Use plain generate() on sharded models.")
+        raise SpecGenError(
+            "synced_gpus=True: ranks would need equal numbers of rounds. Use plain generate() on sharded models."
+        )
     bound = copy.copy(loop)
     bound.streamer = call.pop("streamer", None) or loop.streamer
     bound.tokenizer = call.pop("tokenizer", None) or loop.tokenizer
@@ -280,8 +295,10 @@ def _drafter(plain: Callable[..., Any], call: dict[str, Any]) -> Drafter | None:
     if isinstance(given, PreTrainedModel):
         if call.get("assistant_tokenizer") is not None:
             raise IncompatibleDrafter(
-                "assistant_tokenizer= was given: a drafter must use the target's own tokens. Use a drafter of the target's "
-                "family without assistant_tokenizer=, or disable(model) for transformers' own universal assisted decoding."
+                "assistant_tokenizer= was given: a drafter must use the target's own tokens. Use a drafter of the "
+                "target's "
+                "family without assistant_tokenizer=, or disable(model) for transformers' own universal assisted "
+                "decoding."
             )
         return SmallModel(given)
     count = _setting(plain, call, "prompt_lookup_num_tokens")

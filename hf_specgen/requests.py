@@ -41,13 +41,18 @@ def check_request(model: PreTrainedModel, config: GenerationConfig, inputs: dict
     settings = config.to_dict()
     beams = settings.get("num_beams") or 1
     if beams > 1:
-        raise SpecGenError(f"num_beams={beams}: speculative decoding needs num_beams=1. Drop the drafter for beam search.")
+        raise SpecGenError(
+            f"num_beams={beams}: speculative decoding needs num_beams=1. Drop the drafter for beam search."
+        )
     for name, reason in _REFUSED_SETTINGS.items():
         if settings.get(name):
-            raise SpecGenError(f"{name}={settings[name]!r} is not supported with a drafter: {reason}. Use plain generate().")
+            raise SpecGenError(
+                f"{name}={settings[name]!r} is not supported with a drafter: {reason}. Use plain generate()."
+            )
     if settings.get("cache_implementation") in _LOSSY_CACHES:
         raise SpecGenError(
-            f"cache_implementation={settings['cache_implementation']!r}: rows roll back in our own cache, which is kept "
+            f"cache_implementation={settings['cache_implementation']!r}: rows roll back in our own cache, which is "
+            "kept "
             "whole and on the device. Leave it out."
         )
     _check_inputs(inputs)
@@ -60,7 +65,8 @@ def _check_inputs(inputs: dict[str, Any]) -> None:
         # generate() marks a caller's cache; one that it made itself is empty and ignored
         if cache is not None and ("_is_user_defined" in vars(cache) or cache.get_seq_length() > 0):
             raise SpecGenError(
-                f"{name}= was given: the prompt must be read by our own cache, whose rows have their own lengths. Pass the "
+                f"{name}= was given: the prompt must be read by our own cache, whose rows have their own lengths. "
+                "Pass the "
                 "whole prompt as input_ids and leave the cache out."
             )
     if inputs.get("inputs_embeds") is not None:
@@ -77,7 +83,9 @@ def _check_inputs(inputs: dict[str, Any]) -> None:
 def _check_sampling(settings: dict[str, Any]) -> None:
     temperature = settings.get("temperature")
     if settings.get("do_sample") and temperature is not None and temperature <= 0:
-        raise SpecGenError(f"temperature={temperature}: a positive number is required. Use do_sample=False for greedy text.")
+        raise SpecGenError(
+            f"temperature={temperature}: a positive number is required. Use do_sample=False for greedy text."
+        )
 
 
 def check_positions(model: PreTrainedModel, lengths: list[int], budget: int) -> None:
@@ -95,7 +103,8 @@ def check_positions(model: PreTrainedModel, lengths: list[int], budget: int) -> 
     longest, shortest = max(lengths) + budget, min(lengths)
     if longest > limit and (kind == "dynamic" or shortest <= limit):
         raise SpecGenError(
-            f"rope_type={kind!r} changes its factors at {limit} tokens and this batch spans {shortest} to {longest}: all rows "
+            f"rope_type={kind!r} changes its factors at {limit} tokens and this batch spans {shortest} to {longest}: "
+            "all rows "
             "must stay on one side. Lower max_new_tokens, split the batch, or use plain generate()."
         )
 
@@ -129,7 +138,8 @@ def real_tokens(input_ids: Tensor, mask: Tensor | None, positions: Tensor | None
     for row, ends_in_pad in enumerate((~mask[:, -1]).tolist()):
         if ends_in_pad:
             raise SpecGenError(
-                f"row {row} ends in padding: left padding is required (tokenizer.padding_side = 'left'), since the first "
+                f"row {row} ends in padding: left padding is required (tokenizer.padding_side = 'left'), since the "
+                "first "
                 "new token is read off the last column."
             )
     counted = (mask.long().cumsum(-1) - 1).clamp(min=0)

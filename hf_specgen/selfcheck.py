@@ -40,13 +40,15 @@ def check_target(model: PreTrainedModel) -> None:
         raise
     except Exception as error:  # whatever unknown code raises, the user must hear which model and why
         raise UnsupportedTarget(
-            f"{name} failed the one-round self-check with {type(error).__name__}: {error}. A decoder that takes a 4-D mask, "
+            f"{name} failed the one-round self-check with {type(error).__name__}: {error}. A decoder that takes a "
+            "4-D mask, "
             "position_ids and a key/value cache is required. Use plain generate()."
         ) from error
     limit = _TOLERANCE.get(model.dtype, 0.05)
     if not worst <= limit:
         raise UnsupportedTarget(
-            f"{name} failed the one-round self-check: logits of draft nodes differ from a plain forward by {worst:.2g} of "
+            f"{name} failed the one-round self-check: logits of draft nodes differ from a plain forward by "
+            f"{worst:.2g} of "
             f"their spread (at most {limit:g} is allowed), so drafts would change its text. Use plain generate()."
         )
     _PASSED.add(model)

@@ -137,7 +137,8 @@ class Sequences:
                 continue
             if round.host[row][0]:
                 raise SpecGenError(
-                    f"the target's logits of row {row} at position {len(self.tokens[row])} are NaN or have no finite value: "
+                    f"the target's logits of row {row} at position {len(self.tokens[row])} are NaN or have no finite "
+                    "value: "
                     "finite logits are required. Check the model's dtype and the logits processors."
                 )
             kept[row] = self._extend(row, tokens)
@@ -147,14 +148,16 @@ class Sequences:
         start = self.prompt.shape[1] + self.new[row]
         tokens = tokens[: self.budget - self.new[row]]
         self.ids[row, start : start + len(tokens)] = torch.tensor(tokens)
-        for count, token in enumerate(tokens, 1):
+        before = self.new[row]
+        for token in tokens:
             self.tokens[row].append(token)
             self.new[row] += 1
             if self._stops_at(row, token):
                 self.finished[row] = True
                 break
-        self._stream(row, tokens[:count])
-        return count
+        kept = self.new[row] - before
+        self._stream(row, tokens[:kept])
+        return kept
 
     def _stops_at(self, row: int, token: int) -> bool:
         stop = token in self.stops.eos or self.new[row] >= self.budget

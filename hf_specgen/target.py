@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -77,15 +76,12 @@ class Target:
         self.prefill_chunk = prefill_chunk
         reserve = max(sequences.lengths) + sequences.budget + 1
         self.cached = CachedModel(model, len(sequences), reserve)
-        self.forward_seconds = 0.0
         self.scores: Scores | None = None
 
     def prefill(self) -> Round:
         """Read the prompts; the round that comes back has an empty draft and every row's first token."""
-        begun = perf_counter()
         sequences = self.sequences
         output = self.cached.prefill(sequences.left_padded(), sequences.lengths, self.wants_hidden, self.prefill_chunk)
-        self.forward_seconds += perf_counter() - begun
         draft = Draft.empty(len(sequences), self.cached.device)
         self.scores = Scores(output.logits, draft, sequences, output.hidden)
         verdict = verify(self.scores, draft, sequences.coins(), sequences.rule)
@@ -93,10 +89,8 @@ class Target:
 
     def score(self, draft: Draft) -> Scores:
         """Run one forward over every row's root and draft nodes."""
-        begun = perf_counter()
         tokens = torch.cat([self.sequences.roots(), draft.tokens], 1)
         output = self.cached.extend(tokens, draft.tree, draft.n_valid, self.wants_hidden)
-        self.forward_seconds += perf_counter() - begun
         self.scores = Scores(output.logits, draft, self.sequences, output.hidden)
         return self.scores
 
@@ -107,7 +101,8 @@ class Target:
         if scores is not None and self.hidden_layers:
             nodes = torch.cat([torch.zeros_like(verdict.next)[:, None], verdict.path + 1], 1)
             hidden = tuple(
-                layer.gather(1, nodes[..., None].expand(-1, -1, layer.shape[-1])) for layer in self._picked(scores.hidden)
+                layer.gather(1, nodes[..., None].expand(-1, -1, layer.shape[-1]))
+                for layer in self._picked(scores.hidden)
             )
         round = Round(draft, verdict, hidden)
         counts = [len(path) + 1 if live else 0 for path, live in zip(round.paths, self.sequences.active, strict=True)]

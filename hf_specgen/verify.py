@@ -3,7 +3,7 @@
 Three rules, one descent. *Sample and match* serves every draft that was picked without chance: the target draws its
 own token at each node and follows the child that carries it. *Rejection* serves drafted samples: children are offered
 to the target in turn, and what they leave of p is drawn from. *Block* judges a sampled chain as a whole.
-All keep the target's law; theory and test vectors: docs/theory.md.
+All keep the target's law: see the papers named at each rule.
 """
 
 from __future__ import annotations
@@ -26,9 +26,20 @@ RULES = frozenset({"rejection", "block", "gumbel"})
 class Scores(Protocol):
     """Give the target's processed logits at the scored positions of a round, only where they are asked for."""
 
-    greedy: bool
-    vocab_size: int
-    device: torch.device
+    @property
+    def greedy(self) -> bool:
+        """Tell whether the law is one-hot at the best token."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Return V."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Return where the logits live."""
+        ...
 
     def at(self, rows: Tensor, nodes: Tensor) -> Tensor:
         """Return ``(R, V)`` logits of ``rows (R)`` at scored coordinates ``nodes (R)`` (0 is the root)."""
@@ -57,13 +68,13 @@ def verify(scores: Scores, draft: Draft, coins: CoinSource | None, rule: str = "
     if rule not in RULES:
         raise SpecGenError(f"rule={rule!r} is unknown. Choose one of {sorted(RULES)}.")
     if scores.greedy:
-        return _descend(scores, draft, _matching(draft, lambda rows, nodes, _: ops.argmax(scores.at(rows, nodes))))
+        return _descend(scores, draft, _matching(scores, draft, _greedy_pick(scores)))
     if coins is None:
         raise SpecGenError("verify() got coins=None for a target that samples. Pass a CoinSource such as Coins(...).")
     if rule == "gumbel":
-        return _descend(scores, draft, _matching(draft, _gumbel_pick(scores, coins)))
+        return _descend(scores, draft, _matching(scores, draft, _gumbel_pick(scores, coins)))
     if draft.q is None or not draft.width:
-        return _descend(scores, draft, _matching(draft, _sample_pick(scores, draft, coins)))
+        return _descend(scores, draft, _matching(scores, draft, _sample_pick(scores, draft, coins)))
     if rule == "block":
         return _block(scores, draft, coins)
     return _descend(scores, draft, _rejection(scores, draft, coins))
@@ -75,41 +86,52 @@ def _descend(scores: Scores, draft: Draft, decide: _Decide) -> Verdict:
     A row that has stopped would repeat its last decision, so nothing needs a mask and no device is waited for; on CPU
     stopped rows are dropped to save the work.
     """
-    batch, levels, device = len(draft.tokens), draft.tree.max_depth, scores.device
-    rows = torch.arange(batch, device=device)
-    node, depth, last = torch.zeros_like(rows), torch.zeros_like(rows), torch.zeros_like(rows)
-    path = torch.zeros(batch, levels + 1, dtype=torch.long, device=device)
-    invalid = torch.zeros(batch, dtype=torch.bool, device=device)
+    levels, device = draft.tree.max_depth, scores.device
+    rows = torch.arange(len(draft.tokens), device=device)
+    node = depth = last = torch.zeros_like(rows)
+    accepted, invalid = torch.zeros_like(rows), torch.zeros_like(rows, dtype=torch.bool)
+    path = torch.zeros(len(rows), levels + 1, dtype=torch.long, device=device)
     for level in range(levels + 1):
-        step = decide(rows, node[rows], depth[rows])
-        last[rows], invalid[rows] = step.token, invalid[rows] | step.invalid
-        path[rows, level] = step.child
-        node[rows] = torch.where(step.found, step.child + 1, node[rows])
-        depth[rows] += step.found
+        step = decide(rows, node, depth)
+        node, depth = torch.where(step.found, step.child + 1, node), depth + step.found
+        last, accepted = _put(last, rows, step.token), _put(accepted, rows, depth)
+        invalid = _put(invalid, rows, step.invalid | invalid.index_select(0, rows))
+        path[:, level] = _put(path[:, level], rows, step.child)
         if device.type == "cpu":
-            rows = rows[step.found]
-            if not len(rows):
+            walking = step.found.nonzero().squeeze(1)
+            if not len(walking):
                 break
-    return Verdict(path[:, :levels], depth, last, invalid)
+            if len(walking) < len(rows):
+                rows, node, depth = rows[walking], node[walking], depth[walking]
+    return Verdict(path[:, :levels], accepted, last, invalid)
 
 
-def _matching(draft: Draft, pick: _Pick) -> _Decide:
+def _put(everyone: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+    return values if len(rows) == len(everyone) else everyone.index_copy(0, rows, values)
+
+
+def _matching(scores: Scores, draft: Draft, pick: _Pick) -> _Decide:
     """Follow the child that carries the target's own token: accepts with p(x), the optimum for a one-hot q.
 
     Source: the special case of Leviathan et al. 2023 for a q without chance; two identical children count once.
     """
-    parents = draft.tree.parents.expand(len(draft.tokens), -1) + 1
-    present = torch.arange(draft.width, device=parents.device) < draft.n_valid.unsqueeze(1)
+    # One number names an edge: parent and token. The child to follow is the first that carries it.
+    edges = (draft.tree.parents + 1) * scores.vocab_size + draft.tokens
+    edges = edges.masked_fill(~_real(scores, draft), -1)
 
     def decide(rows: Tensor, nodes: Tensor, depth: Tensor) -> _Step:
         token, invalid = pick(rows, nodes, depth)
         if not draft.width:
             return _Step(torch.zeros_like(invalid), torch.zeros_like(token), token, invalid)
-        carries = (draft.tokens[rows] == token.unsqueeze(1)) & (parents[rows] == nodes.unsqueeze(1)) & present[rows]
-        found, child = carries.max(1)
+        wanted = (nodes * scores.vocab_size + token).unsqueeze(1)
+        found, child = (edges.index_select(0, rows) == wanted).max(1)
         return _Step(found, child, token, invalid)
 
     return decide
+
+
+def _greedy_pick(scores: Scores) -> _Pick:
+    return lambda rows, nodes, depth: ops.argmax(scores.at(rows, nodes))
 
 
 def _sample_pick(scores: Scores, draft: Draft, coins: CoinSource) -> _Pick:
@@ -135,7 +157,7 @@ def _rejection(scores: Scores, draft: Draft, coins: CoinSource) -> _Decide:
 
     Source: Leviathan et al. 2023, Chen et al. 2023 (chains); Miao et al. 2024, SpecInfer (trees).
     """
-    children, present = _children(draft)
+    children, present = _children(scores, draft)
     accept = torch.stack([_table(coins, draft, ACCEPT, k) for k in range(children.shape[-1])], -1)
     sample = _table(coins, draft, SAMPLE)
 
@@ -171,7 +193,7 @@ def _block(scores: Scores, draft: Draft, coins: CoinSource) -> Verdict:
     rows = everyone = torch.arange(len(draft.tokens), device=scores.device)
     length = torch.arange(draft.width + 1, device=scores.device)
     n_valid = draft.n_valid.unsqueeze(1)
-    tokens = draft.tokens.masked_fill(length[:-1] >= n_valid, 0)
+    tokens = draft.tokens.masked_fill(~_real(scores, draft), 0)
     reach = (length == 0).double().repeat(len(rows), 1)
     surplus = torch.zeros_like(reach)
     invalid = torch.zeros_like(draft.n_valid, dtype=torch.bool)
@@ -205,7 +227,13 @@ def _table(coins: CoinSource, draft: Draft, use: int, sibling: int = 0) -> Tenso
     return coins.uniform(rows, torch.arange(levels, device=device).repeat(batch), use, sibling).view(batch, levels)
 
 
-def _children(draft: Draft) -> tuple[Tensor, Tensor]:
+def _real(scores: Scores, draft: Draft) -> Tensor:
+    """Mark the nodes that are more than padding: ``(B, N)``."""
+    counted = torch.arange(draft.width, device=draft.tokens.device) < draft.n_valid.unsqueeze(1)
+    return counted & (draft.tokens.clamp(0, scores.vocab_size - 1) == draft.tokens)
+
+
+def _children(scores: Scores, draft: Draft) -> tuple[Tensor, Tensor]:
     """List the children of every scored node in draft order, and which of them are really there.
 
     Returns: node indices ``(B, S, K)`` and bool ``(B, S, K)``.
@@ -217,7 +245,7 @@ def _children(draft: Draft) -> tuple[Tensor, Tensor]:
     children = parents.new_zeros(len(parents), draft.width + 1, siblings)
     present = torch.zeros_like(children, dtype=torch.bool)
     place = (torch.arange(len(parents), device=node.device).unsqueeze(1), parents, rank)
-    children[place], present[place] = node, node < draft.n_valid.unsqueeze(1)
+    children[place], present[place] = node, _real(scores, draft)
     return children, present
 
 

@@ -111,7 +111,8 @@ def _name(processor: LogitsProcessor) -> str:
 
 def _stateful(processor: LogitsProcessor, reason: str) -> SpecGenError:
     return SpecGenError(
-        f"logits processor {type(processor).__name__} cannot be replayed on draft tokens: {reason}. Required: scores that "
+        f"logits processor {type(processor).__name__} cannot be replayed on draft tokens: {reason}. Required: scores "
+        "that "
         "depend on (input_ids, scores) alone, without state that changes from call to call. Use plain generate() with "
         "it, or make it compute its state from input_ids."
     )

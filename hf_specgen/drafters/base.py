@@ -62,9 +62,13 @@ class DraftLength:
         schedule = request.schedule or ("adaptive" if asked is None else "constant")
         length = default if asked is None else asked
         if schedule not in SCHEDULES:
-            raise SpecGenError(f"num_assistant_tokens_schedule={schedule!r}: one of {', '.join(SCHEDULES)} is required.")
+            raise SpecGenError(
+                f"num_assistant_tokens_schedule={schedule!r}: one of {', '.join(SCHEDULES)} is required."
+            )
         if length < 1:
-            raise SpecGenError(f"num_assistant_tokens={length}: at least 1 is required. For no drafts, pass no drafter.")
+            raise SpecGenError(
+                f"num_assistant_tokens={length}: at least 1 is required. For no drafts, pass no drafter."
+            )
         return cls(schedule, length, costs)
 
     def begin(self, rows: int) -> None:

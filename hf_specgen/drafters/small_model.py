@@ -102,7 +102,10 @@ class SmallModel(Drafter):
 
     def _wanted(self, sequences: Sequences) -> list[int]:
         """Return each row's draft length: within its budget, the drafter's context, and what pays."""
-        space = [max(0, min(room, self.context - length)) for room, length in zip(sequences.room, sequences.lengths, strict=True)]
+        space = [
+            max(0, min(room, self.context - length))
+            for room, length in zip(sequences.room, sequences.lengths, strict=True)
+        ]
         bounds = self._length.bounds(space)
         if self._rest > 0:
             self._rest -= 1
@@ -214,6 +217,7 @@ def check_vocabularies(target: PreTrainedTokenizerBase, draft: PreTrainedTokeniz
     for index in sorted(ours.keys() & theirs.keys()):
         if ours[index] != theirs[index]:
             raise IncompatibleDrafter(
-                f"id {index} is {ours[index]!r} for the target and {theirs[index]!r} for the drafter: one token-to-string map "
+                f"id {index} is {ours[index]!r} for the target and {theirs[index]!r} for the drafter: one "
+                "token-to-string map "
                 "is required. Use a drafter of the target's own family, or PromptLookup()."
             )
