@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_specgen
-from hf_specgen import Draft, Drafter, Round
+from hf_specgen import Draft, Drafter
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 TINY = LlamaConfig(vocab_size=64, initializer_range=0.05, eos_token_id=None, pad_token_id=0, **SIZES)
@@ -30,15 +30,12 @@ class Bigrams(Drafter):
     def propose(self, sequences) -> Draft:
         drafts = []
         for tokens, room in zip(sequences.tokens, sequences.room, strict=True):
+            self.follower.update(pairwise(tokens[-self.length - 2 :]))  # what the last round added
             draft = [tokens[-1]]
             while len(draft) <= min(self.length, room) and draft[-1] in self.follower:
                 draft.append(self.follower[draft[-1]])
             drafts.append(draft[1:])
         return Draft.from_lists(drafts, sequences.prompt.device)
-
-    def observe(self, round: Round) -> None:
-        for tokens in round.emitted:
-            self.follower.update(pairwise(tokens))
 
 
 def main() -> None:
@@ -48,7 +45,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = LlamaForCausalLM(TINY).eval()
     prompt = torch.randint(1, 64, (2, 12))
-    sampling = {"do_sample": True, "temperature": 0.002, "max_new_tokens": 100}
+    sampling = {"do_sample": True, "temperature": 0.02, "max_new_tokens": 100}
 
     alone = model.generate(prompt, custom_generate=hf_specgen.SpeculativeDecoding(), seed=7, **sampling)
     drafted = model.generate(prompt, custom_generate=hf_specgen.SpeculativeDecoding(Bigrams()), seed=7, **sampling)
