@@ -1,13 +1,21 @@
-"""Exact speculative decoding inside Hugging Face ``generate()``: any batch size, chains and trees."""
+"""Exact speculative decoding inside Hugging Face ``generate()``: any batch size, chains and trees.
 
-from hf_specgen.costs import Costs
-from hf_specgen.draft import DenseQ, Draft, Round, SparseQ, Tree, Verdict
-from hf_specgen.drafters.base import Drafter
-from hf_specgen.drafters.prompt_lookup import PromptLookup
-from hf_specgen.drafters.small_model import SmallModel
-from hf_specgen.errors import IncompatibleDrafter, SpecGenError, UnsupportedTarget
-from hf_specgen.generate import SpeculativeDecoding, SpeculativeMixin, disable, enable, last_stats
-from hf_specgen.stats import AcceptanceStats, RowStats
+Names are imported on first use: the command line answers before torch is loaded.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_specgen.costs import Costs
+    from hf_specgen.draft import DenseQ, Draft, Round, SparseQ, Tree, Verdict
+    from hf_specgen.drafters.base import Drafter
+    from hf_specgen.drafters.prompt_lookup import PromptLookup
+    from hf_specgen.drafters.small_model import SmallModel
+    from hf_specgen.entry import SpeculativeMixin, disable, enable
+    from hf_specgen.errors import IncompatibleDrafter, SpecGenError, UnsupportedTarget
+    from hf_specgen.generate import SpeculativeDecoding, last_stats
+    from hf_specgen.stats import AcceptanceStats, RowStats
 
 __version__ = "0.1.0"
 
@@ -34,3 +42,28 @@ __all__ = [
     "enable",
     "last_stats",
 ]
+
+_HOME = {
+    "costs": ("Costs",),
+    "draft": ("DenseQ", "Draft", "Round", "SparseQ", "Tree", "Verdict"),
+    "drafters.base": ("Drafter",),
+    "drafters.prompt_lookup": ("PromptLookup",),
+    "drafters.small_model": ("SmallModel",),
+    "entry": ("SpeculativeMixin", "disable", "enable"),
+    "errors": ("IncompatibleDrafter", "SpecGenError", "UnsupportedTarget"),
+    "generate": ("SpeculativeDecoding", "last_stats"),
+    "stats": ("AcceptanceStats", "RowStats"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module that defines a public name."""
+    for module, names in _HOME.items():
+        if name in names:
+            return vars(import_module(f"hf_specgen.{module}"))[name]
+    raise AttributeError(f"module 'hf_specgen' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return sorted(__all__)

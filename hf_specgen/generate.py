@@ -1,10 +1,7 @@
-"""The loop, and the three ways into it: a ``custom_generate`` callable, ``enable(model)``, a mixin."""
+"""The loop: a ``custom_generate`` callable. The other ways into it are in ``entry``."""
 
 from __future__ import annotations
 
-import copy
-import inspect
-from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,24 +10,18 @@ import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
-    GenerationMixin,
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
-    StopStringCriteria,
 )
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specgen.costs import Costs
 from hf_specgen.draft import Draft
 from hf_specgen.drafters.base import Drafter
-from hf_specgen.drafters.prompt_lookup import PromptLookup
-from hf_specgen.drafters.small_model import SmallModel
-from hf_specgen.errors import IncompatibleDrafter, SpecGenError
 from hf_specgen.outputs import OutputLog
-from hf_specgen.requests import check_positions, check_request, check_rule, read_request, real_tokens, seed_rows
+from hf_specgen.requests import Options, check_request, check_rule, pad_token, prepare
 from hf_specgen.selfcheck import check_target
 from hf_specgen.sequences import DraftRequest, OnTokens, Sequences, Stops
 from hf_specgen.stats import AcceptanceStats, RowStats
@@ -100,42 +91,23 @@ class SpeculativeDecoding:
         Returns: what ``generate()`` returns, with ``speculation`` (``AcceptanceStats``) on it.
         Raises: ``SpecGenError`` before the first token for anything that cannot be served exactly.
         """
-        check_rule(rule or self.rule)
+        options = Options(
+            rule or self.rule,
+            seed,
+            generator,
+            DraftRequest(num_assistant_tokens, num_assistant_tokens_schedule, assistant_confidence_threshold),
+            self.streamer,
+            on_tokens,
+            self.tokenizer,
+        )
         check_request(model, generation_config, inputs)
         check_target(model)
         stops = Stops.sort(stopping_criteria)
-        greedy = not generation_config.do_sample
-        rows = len(input_ids)
-        if self.streamer is not None and rows > 1:
-            raise SpecGenError(
-                f"a streamer was given for {rows} rows: one row is required. Pass on_tokens=callback(row, tokens)."
-            )
-        tokens = real_tokens(input_ids, inputs.get("attention_mask"), inputs.get("position_ids"))
-        check_positions(model, [len(row) for row in tokens], stops.max_length - input_ids.shape[1])
-        device = model.get_input_embeddings().weight.device
-        log = OutputLog(generation_config, rows)
-        seeds, row_ids = seed_rows(rows, 0 if greedy and seed is None else seed, generator, device)
-        asked = DraftRequest(num_assistant_tokens, num_assistant_tokens_schedule, assistant_confidence_threshold)
-        sequences = Sequences(
-            prompt=input_ids.to(device),
-            tokens=tokens,
-            stops=stops,
-            seeds=seeds,
-            row_ids=row_ids,
-            warp=Warp(logits_processor, rows),
-            vocab_size=model.config.get_text_config(decoder=True).vocab_size,
-            greedy=greedy,
-            rule=rule or self.rule,
-            request=read_request(generation_config, asked),
-            streamer=self.streamer,
-            on_tokens=on_tokens,
-            score_log=log.scores,
-            costs=Costs.default(device, model.dtype),
-            target_size=sum(parameter.numel() for parameter in model.parameters()),
-            tokenizer=self.tokenizer,
-        )
-        sequences.warp.check(input_ids, sequences.vocab_size)
-        pad = pad_token(generation_config, stops, rows)
+        pad = pad_token(generation_config, stops, len(input_ids))
+        warp = Warp(logits_processor, len(input_ids))
+        sequences = prepare(model, input_ids, warp, stops, generation_config, options, inputs)
+        log = OutputLog(generation_config, len(sequences))
+        sequences.score_log = log.scores
         target = Target(
             model, sequences, self.drafter.hidden_layers, log.hidden is not None, generation_config.prefill_chunk_size
         )
@@ -194,128 +166,6 @@ class _Clock:
         return elapsed
 
 
-def pad_token(config: GenerationConfig, stops: Stops, rows: int) -> int:
-    """Return what fills finished rows.
-
-    Raises: ``SpecGenError`` when rows can end at different lengths and no token is known to fill them.
-    """
-    pad = config.pad_token_id
-    if pad is None and stops.eos:
-        pad = min(stops.eos) if not isinstance(config.eos_token_id, list) else config.eos_token_id[0]
-    if pad is None and rows > 1 and stops.others:
-        raise SpecGenError(f"{rows} rows can stop at different lengths and there is no pad token: pass pad_token_id=.")
-    return int(pad) if pad is not None else 0
-
-
-class SpeculativeMixin(GenerationMixin):
-    """Give a model class a ``generate()`` that knows our drafters: ``class X(SpeculativeMixin, LlamaForCausalLM)``."""
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Route drafters to the loop; everything else is transformers' own ``generate()``."""
-        return route(super().generate, args, kwargs)
-
-
-class EnabledGenerate:
-    """Stand in for ``generate`` on one model object; copies and pickles with it."""
-
-    def __init__(self, model: PreTrainedModel, replaced: Callable[..., Any] | None) -> None:
-        self.model = model
-        self.replaced = replaced
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Route drafters to the loop; everything else goes where it went before."""
-        plain = self.replaced if self.replaced is not None else type(self.model).generate.__get__(self.model)
-        return route(plain, args, kwargs)
-
-
-def enable(model: PreTrainedModel) -> PreTrainedModel:
-    """Let ``model.generate()`` take our drafters in ``assistant_model=``; ``disable`` undoes it. Returns the model."""
-    if not isinstance(model.__dict__.get("generate"), EnabledGenerate):
-        model.__dict__["generate"] = EnabledGenerate(model, model.__dict__.get("generate"))
-    return model
-
-
-def disable(model: PreTrainedModel) -> PreTrainedModel:
-    """Undo ``enable``: the model is exactly as before. Returns the model."""
-    ours = model.__dict__.get("generate")
-    if isinstance(ours, EnabledGenerate):
-        del model.__dict__["generate"]
-        if ours.replaced is not None:
-            model.__dict__["generate"] = ours.replaced
-    return model
-
-
 def last_stats(model: PreTrainedModel) -> AcceptanceStats | None:
     """Return the statistics of the model's latest speculative ``generate()`` call, None before any."""
     return _LAST.get(model)
-
-
-def route(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Translate a ``generate()`` call with a drafter into one with ``custom_generate``; pass others on untouched."""
-    names = list(inspect.signature(GenerationMixin.generate).parameters)[1:]
-    call = {**dict(zip(names, args, strict=False)), **kwargs}
-    loop = call.get("custom_generate")
-    if loop is None:
-        drafter = _drafter(plain, call)
-        if drafter is None:
-            return plain(*args, **kwargs)
-        loop = SpeculativeDecoding(drafter)
-    if not isinstance(loop, SpeculativeDecoding):
-        return plain(*args, **kwargs)
-    if call.pop("synced_gpus", None):
-        raise SpecGenError(
-            "synced_gpus=True: ranks would need equal numbers of rounds. Use plain generate() on sharded models."
-        )
-    bound = copy.copy(loop)
-    bound.streamer = call.pop("streamer", None) or loop.streamer
-    bound.tokenizer = call.pop("tokenizer", None) or loop.tokenizer
-    for name in ("assistant_model", "prompt_lookup_num_tokens", "max_matching_ngram_size", "custom_generate"):
-        call.pop(name, None)
-    _translate_stop_strings(plain, call, bound.tokenizer)
-    return plain(custom_generate=bound, prompt_lookup_num_tokens=None, **call)
-
-
-def _setting(plain: Callable[..., Any], call: dict[str, Any], name: str) -> Any:
-    """Read a generation setting as generate() would: the call, the given config, the model's config."""
-    if call.get(name) is not None:
-        return call[name]
-    model = plain.__self__ if inspect.ismethod(plain) else None
-    own = model.generation_config if isinstance(model, PreTrainedModel) else None
-    for config in (call.get("generation_config"), own):
-        value = config.to_dict().get(name) if config is not None else None
-        if value is not None:
-            return value
-    return None
-
-
-def _drafter(plain: Callable[..., Any], call: dict[str, Any]) -> Drafter | None:
-    given = call.get("assistant_model")
-    if isinstance(given, Drafter):
-        return given
-    if isinstance(given, PreTrainedModel):
-        if call.get("assistant_tokenizer") is not None:
-            raise IncompatibleDrafter(
-                "assistant_tokenizer= was given: a drafter must use the target's own tokens. Use a drafter of the "
-                "target's "
-                "family without assistant_tokenizer=, or disable(model) for transformers' own universal assisted "
-                "decoding."
-            )
-        return SmallModel(given)
-    count = _setting(plain, call, "prompt_lookup_num_tokens")
-    if given is None and count is not None:
-        return PromptLookup(count, _setting(plain, call, "max_matching_ngram_size") or 3)
-    return None
-
-
-def _translate_stop_strings(
-    plain: Callable[..., Any], call: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None
-) -> None:
-    """Turn ``stop_strings`` into a criterion, since a custom loop is not given the tokenizer."""
-    strings = _setting(plain, call, "stop_strings")
-    if not strings:
-        return
-    if tokenizer is None:
-        raise SpecGenError(f"stop_strings={strings!r} was given without a tokenizer: pass tokenizer= as well.")
-    criterion = StopStringCriteria(tokenizer, strings)
-    call["stopping_criteria"] = StoppingCriteriaList([*(call.get("stopping_criteria") or []), criterion])
-    call["stop_strings"] = None

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
 
+from hf_specgen.costs import Costs
 from hf_specgen.errors import SpecGenError
-from hf_specgen.sequences import DraftRequest
+from hf_specgen.sequences import DraftRequest, OnTokens, Sequences, Stops
 from hf_specgen.verify import RULES
+from hf_specgen.warp import Warp
 
 _REFUSED_SETTINGS = {
     "penalty_alpha": "contrastive search ranks several continuations",
@@ -22,6 +26,64 @@ _REFUSED_SETTINGS = {
 }
 _KNOWN_INPUTS = frozenset({"attention_mask", "position_ids", "use_cache", "logits_to_keep", "output_hidden_states"})
 _LOSSY_CACHES = ("quantized", "offloaded", "offloaded_static", "offloaded_hybrid", "paged")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Hold what a call may ask beyond transformers' own arguments."""
+
+    rule: str = "rejection"
+    seed: int | list[int] | Tensor | None = None
+    generator: torch.Generator | None = None
+    request: DraftRequest = field(default_factory=DraftRequest)
+    streamer: BaseStreamer | None = None
+    on_tokens: OnTokens | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+
+
+def prepare(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    warp: Warp,
+    stops: Stops,
+    config: GenerationConfig,
+    options: Options,
+    inputs: dict[str, Any],
+) -> Sequences:
+    """Make the rows of a call, with all that must be refused refused.
+
+    Raises: ``SpecGenError`` saying what was given, what is required and what to do.
+    """
+    check_rule(options.rule)
+    rows, greedy = len(input_ids), not config.do_sample
+    if options.streamer is not None and rows > 1:
+        raise SpecGenError(
+            f"a streamer was given for {rows} rows: one row is required. Pass on_tokens=callback(row, tokens)."
+        )
+    tokens = real_tokens(input_ids, inputs.get("attention_mask"), inputs.get("position_ids"))
+    check_positions(model, [len(row) for row in tokens], stops.max_length - input_ids.shape[1])
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    warp.check(input_ids, vocab_size)
+    device = model.get_input_embeddings().weight.device
+    seed = 0 if greedy and options.seed is None else options.seed  # greedy text must not consume randomness
+    seeds, row_ids = seed_rows(rows, seed, options.generator, device)
+    return Sequences(
+        prompt=input_ids.to(device),
+        tokens=tokens,
+        stops=stops,
+        seeds=seeds,
+        row_ids=row_ids,
+        warp=warp,
+        vocab_size=vocab_size,
+        greedy=greedy,
+        rule=options.rule,
+        request=read_request(config, options.request),
+        streamer=options.streamer,
+        on_tokens=options.on_tokens,
+        costs=Costs.default(device, model.dtype),
+        target_size=sum(parameter.numel() for parameter in model.parameters()),
+        tokenizer=options.tokenizer,
+    )
 
 
 def check_rule(rule: str) -> None:
@@ -165,3 +227,16 @@ def seed_rows(
     if len(seeds) != rows:
         raise SpecGenError(f"{len(seeds)} seeds were given for {rows} rows: one int, or one seed a row, is required.")
     return seeds, torch.zeros(rows, dtype=torch.long, device=device)
+
+
+def pad_token(config: GenerationConfig, stops: Stops, rows: int) -> int:
+    """Return what fills finished rows.
+
+    Raises: ``SpecGenError`` when rows can end at different lengths and no token is known to fill them.
+    """
+    pad = config.pad_token_id
+    if pad is None and stops.eos:
+        pad = min(stops.eos) if not isinstance(config.eos_token_id, list) else config.eos_token_id[0]
+    if pad is None and rows > 1 and stops.others:
+        raise SpecGenError(f"{rows} rows can stop at different lengths and there is no pad token: pass pad_token_id=.")
+    return int(pad) if pad is not None else 0

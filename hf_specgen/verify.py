@@ -24,22 +24,14 @@ RULES = frozenset({"rejection", "block", "gumbel"})
 
 
 class Scores(Protocol):
-    """Give the target's processed logits at the scored positions of a round, only where they are asked for."""
+    """Give the target's processed logits where they are asked for; ``greedy`` makes their law one-hot at the best."""
 
     @property
-    def greedy(self) -> bool:
-        """Tell whether the law is one-hot at the best token."""
-        ...
-
+    def greedy(self) -> bool: ...
     @property
-    def vocab_size(self) -> int:
-        """Return V."""
-        ...
-
+    def vocab_size(self) -> int: ...
     @property
-    def device(self) -> torch.device:
-        """Return where the logits live."""
-        ...
+    def device(self) -> torch.device: ...
 
     def at(self, rows: Tensor, nodes: Tensor) -> Tensor:
         """Return ``(R, V)`` logits of ``rows (R)`` at scored coordinates ``nodes (R)`` (0 is the root)."""
@@ -97,12 +89,11 @@ def _descend(scores: Scores, draft: Draft, decide: _Decide) -> Verdict:
         last, accepted = _put(last, rows, step.token), _put(accepted, rows, depth)
         invalid = _put(invalid, rows, step.invalid | invalid.index_select(0, rows))
         path[:, level] = _put(path[:, level], rows, step.child)
-        if device.type == "cpu":
-            walking = step.found.nonzero().squeeze(1)
-            if not len(walking):
-                break
-            if len(walking) < len(rows):
-                rows, node, depth = rows[walking], node[walking], depth[walking]
+        walking = _select(step.found)
+        if not len(walking):
+            break
+        if len(walking) < len(rows):
+            rows, node, depth = rows[walking], node[walking], depth[walking]
     return Verdict(path[:, :levels], accepted, last, invalid)
 
 

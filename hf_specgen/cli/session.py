@@ -16,9 +16,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from hf_specgen.bench.demo import load_target
 from hf_specgen.bench.methods import OURS, Decoding, DrafterChoice, Method, our_method
 from hf_specgen.bench.prompts import Prompt, own_prompts, read_prompts, select
-from hf_specgen.bench.run import Progress as Report
+from hf_specgen.bench.run import Progress as OnProgress
 from hf_specgen.cli.options import Dtype, Rule
 from hf_specgen.errors import SpecGenError
+
+FILE_WIDTH = 110
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Session:
     tokenizer: Any
     drafter: DrafterChoice
 
-    def ours(self, num_tokens: int | None = None, name: str = OURS, label: str = "hf_specgen") -> Method:
+    def ours(self, num_tokens: int | None = None, name: str = OURS, label: str = "ours") -> Method:
         """Build the method that decodes with the chosen drafter."""
         return our_method(self.drafter.make(num_tokens), name, label, self.drafter.rule, self.tokenizer)
 
@@ -65,7 +67,13 @@ class ModelFlags:
 
 def out() -> Console:
     """Return the console for results."""
-    return Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=False)
+    width = None if sys.stdout.isatty() else FILE_WIDTH
+    return Console(file=sys.stdout, highlight=False, markup=False, width=width)
+
+
+def note(text: str) -> None:
+    """Print a line of notes."""
+    err().print(text, soft_wrap=True)
 
 
 def err() -> Console:
@@ -89,7 +97,7 @@ def open_session(flags: ModelFlags) -> Session:
     dtype = kinds.get(flags.dtype.value)
 
     def load(name: str) -> tuple[Any, Any]:
-        return load_target(name, dtype, flags.device, err().print)
+        return load_target(name, dtype, flags.device, note)
 
     choice = DrafterChoice.parse(flags.drafter, load, flags.sample_drafts, flags.rule.value)
     model, tokenizer = load(flags.target)
@@ -141,7 +149,7 @@ def choose_prompts(path: Path | None, categories: str | None, limit: int | None)
 
 
 @contextmanager
-def progress_bar(title: str) -> Iterator[Report]:
+def progress_bar(title: str) -> Iterator[OnProgress]:
     """Show a bar on stderr; yields the callback that moves it."""
     columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, TextColumn("{task.description}"), console=err(), transient=True) as bar:

@@ -37,7 +37,7 @@ def verify(  # noqa: PLR0913 - one parameter a flag
     num_tokens: options.NumTokens = 5,
     tolerance: Tolerance = None,
     law_tokens: LawTokens = 4,
-    law_samples: LawSamples = 2048,
+    law_samples: LawSamples = 1024,
     temperature: LawTemperature = None,
     top_k: options.TopK = None,
     top_p: options.TopP = None,

@@ -16,7 +16,7 @@ from hf_specgen.bench.machine import Stopwatch, Timing
 from hf_specgen.bench.methods import Decoding, Method, Output, our_method, plain_method
 from hf_specgen.bench.prompts import Prompt, encode, pad_left, pad_token
 from hf_specgen.bench.run import check_room
-from hf_specgen.cli.session import Session, err, out
+from hf_specgen.cli.session import Session, note, out
 from hf_specgen.errors import SpecGenError
 
 WARM_UP_TOKENS = 8
@@ -147,12 +147,12 @@ class Writer:
 
     def _note(self, output: Output, timing: Timing) -> None:
         tokens = sum(map(len, output.rows))
-        note = f"[{tokens} tokens in {timing.wall:.2f} s, {tokens / timing.wall:.1f} tokens/s"
+        line = f"[{tokens} tokens in {timing.wall:.2f} s, {tokens / timing.wall:.1f} tokens/s"
         if output.stats is not None and output.stats.num_drafts:
             stats = output.stats
-            note += f", {stats.tokens_per_round:.2f} per round, acceptance length {stats.mean_acceptance_length:.2f}"
+            line += f", {stats.tokens_per_round:.2f} per round, acceptance length {stats.mean_acceptance_length:.2f}"
         seed = "" if self.decoding.greedy else f", --seed {self.decoding.seed}"
-        err().print(f"{note}{seed}]")
+        note(f"{line}{seed}]")
 
     def _show_pair(self, ids: list[int], plain: list[int], ours: list[int]) -> None:
         model = self.session.model

@@ -1,0 +1,131 @@
+"""The ways into the loop beside ``custom_generate``: ``enable(model)`` and a mixin that take ``assistant_model=``."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from transformers import (
+    GenerationMixin,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+
+from hf_specgen.drafters.base import Drafter
+from hf_specgen.drafters.prompt_lookup import PromptLookup
+from hf_specgen.drafters.small_model import SmallModel
+from hf_specgen.errors import IncompatibleDrafter, SpecGenError
+from hf_specgen.generate import SpeculativeDecoding
+
+
+class SpeculativeMixin(GenerationMixin):
+    """Give a model class a ``generate()`` that knows our drafters: ``class X(SpeculativeMixin, LlamaForCausalLM)``."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Route drafters to the loop; everything else is transformers' own ``generate()``."""
+        return route(super().generate, args, kwargs)
+
+
+class EnabledGenerate:
+    """Stand in for ``generate`` on one model object; copies and pickles with it."""
+
+    def __init__(self, model: PreTrainedModel, replaced: Callable[..., Any] | None) -> None:
+        self.model = model
+        self.replaced = replaced
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Route drafters to the loop; everything else goes where it went before."""
+        plain = self.replaced if self.replaced is not None else type(self.model).generate.__get__(self.model)
+        return route(plain, args, kwargs)
+
+
+def enable(model: PreTrainedModel) -> PreTrainedModel:
+    """Let ``model.generate()`` take our drafters in ``assistant_model=``; ``disable`` undoes it. Returns the model."""
+    if not isinstance(model.__dict__.get("generate"), EnabledGenerate):
+        model.__dict__["generate"] = EnabledGenerate(model, model.__dict__.get("generate"))
+    return model
+
+
+def disable(model: PreTrainedModel) -> PreTrainedModel:
+    """Undo ``enable``: the model is exactly as before. Returns the model."""
+    ours = model.__dict__.get("generate")
+    if isinstance(ours, EnabledGenerate):
+        del model.__dict__["generate"]
+        if ours.replaced is not None:
+            model.__dict__["generate"] = ours.replaced
+    return model
+
+
+def route(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Translate a ``generate()`` call with a drafter into one with ``custom_generate``; pass others on untouched."""
+    names = list(inspect.signature(GenerationMixin.generate).parameters)[1:]
+    call = {**dict(zip(names, args, strict=False)), **kwargs}
+    loop = call.get("custom_generate")
+    if loop is None:
+        drafter = _drafter(plain, call)
+        if drafter is None:
+            return plain(*args, **kwargs)
+        loop = SpeculativeDecoding(drafter)
+    if not isinstance(loop, SpeculativeDecoding):
+        return plain(*args, **kwargs)
+    if call.pop("synced_gpus", None):
+        raise SpecGenError(
+            "synced_gpus=True: ranks would need equal numbers of rounds. Use plain generate() on sharded models."
+        )
+    bound = copy.copy(loop)
+    bound.streamer = call.pop("streamer", None) or loop.streamer
+    bound.tokenizer = call.pop("tokenizer", None) or loop.tokenizer
+    for name in ("assistant_model", "prompt_lookup_num_tokens", "max_matching_ngram_size", "custom_generate"):
+        call.pop(name, None)
+    _translate_stop_strings(plain, call, bound.tokenizer)
+    return plain(custom_generate=bound, prompt_lookup_num_tokens=None, **call)
+
+
+def _setting(plain: Callable[..., Any], call: dict[str, Any], name: str) -> Any:
+    """Read a generation setting as generate() would: the call, the given config, the model's config."""
+    if call.get(name) is not None:
+        return call[name]
+    model = plain.__self__ if inspect.ismethod(plain) else None
+    own = model.generation_config if isinstance(model, PreTrainedModel) else None
+    for config in (call.get("generation_config"), own):
+        value = config.to_dict().get(name) if config is not None else None
+        if value is not None:
+            return value
+    return None
+
+
+def _drafter(plain: Callable[..., Any], call: dict[str, Any]) -> Drafter | None:
+    given = call.get("assistant_model")
+    if isinstance(given, Drafter):
+        return given
+    if isinstance(given, PreTrainedModel):
+        if call.get("assistant_tokenizer") is not None:
+            raise IncompatibleDrafter(
+                "assistant_tokenizer= was given: a drafter must use the target's own tokens. Use a drafter of the "
+                "target's "
+                "family without assistant_tokenizer=, or disable(model) for transformers' own universal assisted "
+                "decoding."
+            )
+        return SmallModel(given)
+    count = _setting(plain, call, "prompt_lookup_num_tokens")
+    if given is None and count is not None:
+        return PromptLookup(count, _setting(plain, call, "max_matching_ngram_size") or 3)
+    return None
+
+
+def _translate_stop_strings(
+    plain: Callable[..., Any], call: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None
+) -> None:
+    """Turn ``stop_strings`` into a criterion, since a custom loop is not given the tokenizer."""
+    strings = _setting(plain, call, "stop_strings")
+    if not strings:
+        return
+    if tokenizer is None:
+        raise SpecGenError(f"stop_strings={strings!r} was given without a tokenizer: pass tokenizer= as well.")
+    criterion = StopStringCriteria(tokenizer, strings)
+    call["stopping_criteria"] = StoppingCriteriaList([*(call.get("stopping_criteria") or []), criterion])
+    call["stop_strings"] = None

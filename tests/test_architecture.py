@@ -1,0 +1,416 @@
+"""Enforce docs/architecture.md: files, budgets, words, and imports that run one way.
+
+Each check is a function from sources to complaints. It runs on the tree, where it must find nothing, and on a small
+bad source, where it must find something.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ("hf_specgen/", "kernels/", "trainers/")
+CODE = (*PACKAGE, "tests/", "examples/")
+
+# Left imports nothing from the right; on one level too. `__init__` is the package's public face.
+ORDER = """kernels < errors, draft, stats, costs < ops < coins
+< warp, cache, forward, selfcheck, verify, sequences, requests, formats, hub
+< target, outputs < drafters < generate < trainers < __init__ < bench < cli"""
+RANK = {name: rank for rank, name in enumerate(re.findall(r"\w+", ORDER))}
+
+FILE_LINES = 450
+FUNCTION_LINES = 60
+EXAMPLE_LINES = 60
+CORE_LINES = 1_150  # about 1,100
+CORE = ("generate", "draft", "target", "cache", "verify")
+
+MOVING_PARTS = {"cache_utils", "masking_utils", "modeling_utils"}
+MOVING_KEYWORDS = {"past_key_values", "cache_position"}
+FORWARD_KEYWORDS = {*MOVING_KEYWORDS, "cache", "attention_mask"}
+MOVING_PARTS_ALLOWED = {
+    f"hf_specgen/{name}.py" for name in ("target", "cache", "forward", "generate", "drafters/base", "drafters/layers")
+}
+
+BANNED_WORDS = {"verifier", "assistant", "speculator", "posterior", "engine", "manager", "provider", "strategy"}
+TRANSFORMERS_NAMES = {
+    "assistant_confidence_threshold",
+    "assistant_early_exit",
+    "assistant_lookbehind",
+    "assistant_model",
+    "assistant_tokenizer",
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+}
+MUTATORS = {"add", "append", "clear", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
+CONTAINERS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict", "WeakSet"} | {
+    "WeakKeyDictionary",
+    "WeakValueDictionary",
+}
+# Notes about a model that may not live on it: pickle, deepcopy and save_pretrained must see the model unchanged.
+NOTES_BESIDE_MODELS = {("hf_specgen/generate.py", "_LAST"), ("hf_specgen/selfcheck.py", "_PASSED")}
+
+TOP_LEVEL = {"hf_specgen", "kernels", "trainers", "tests", "model_cards", "examples", "docs"}
+BUILD_LEFTOVERS = re.compile(r"build|dist|out|runs|__pycache__|.*\.egg-info")
+# Written in pieces: this file is read by its own check.
+OUTSIDE = re.compile(r"(?<![\w.])/(?:" + "|".join(("root", "work", "opt", "home")) + r")/|(?<![\w-])share" + "d/")
+
+Sources = dict[str, str]
+Check = Callable[[Sources], list[str]]
+
+
+def read_tree() -> Sources:
+    paths = (path for folder in CODE for path in sorted((ROOT / folder).rglob("*.py")))
+    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths}
+
+
+def parsed(sources: Sources, folders: tuple[str, ...]) -> Iterator[tuple[str, ast.Module]]:
+    return ((path, ast.parse(text, path)) for path, text in sources.items() if path.startswith(folders))
+
+
+def module_of(path: str) -> list[str]:
+    parts = path.removesuffix(".py").removesuffix("/__init__").split("/")
+    return parts if parts[0] == "hf_specgen" else ["hf_specgen", *parts]
+
+
+def imports(path: str, tree: ast.Module) -> Iterator[tuple[int, list[str]]]:
+    """Yield line and dotted parts of every imported name, also inside functions, relative ones resolved."""
+    package = module_of(path) if path.endswith("/__init__.py") else module_of(path)[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name.split(".")) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base = base + (node.module.split(".") if node.module else [])
+            yield from ((node.lineno, [*base, alias.name]) for alias in node.names)
+
+
+def component(module: list[str]) -> str:
+    return module[1] if len(module) > 1 and module[1] in RANK else "__init__"
+
+
+def wrong_imports(sources: Sources) -> list[str]:
+    found = []
+    for path, tree in parsed(sources, PACKAGE):
+        here = module_of(path)
+        if len(here) > 1 and here[1] not in RANK:
+            found.append(f"{path}: no place in the import order")
+            continue
+        for line, module in imports(path, tree):
+            if module[0] != "hf_specgen":
+                continue
+            if RANK[component(module)] > RANK[component(here)]:
+                found.append(f"{path}:{line}: {component(here)} imports {component(module)}")
+            if component(module) == "kernels" and component(here) not in ("kernels", "ops"):
+                found.append(f"{path}:{line}: only ops.py imports hf_specgen.kernels")
+    return found
+
+
+def wrong_neighbours(sources: Sources) -> list[str]:
+    """A drafter stands alone on base and layers, a trainer on base, data and losses."""
+    common = {"drafters": {"__init__", "base", "layers"}, "trainers": {"__init__", "base", "data", "losses"}}
+    found = []
+    for path, tree in parsed(sources, PACKAGE):
+        here = module_of(path)
+        kind = component(here)
+        if kind not in common or len(here) < 3 or here[2] in common[kind]:
+            continue
+        for line, module in imports(path, tree):
+            if module[0] != "hf_specgen":
+                continue
+            sibling = component(module) == kind and (len(module) < 3 or module[2] not in {*common[kind], here[2]})
+            if sibling or (kind == "drafters" and component(module) in ("target", "generate")):
+                found.append(f"{path}:{line}: imports {'.'.join(module)}")
+    return found
+
+
+def stray_triton(sources: Sources) -> list[str]:
+    return [
+        f"{path}:{line}: Triton outside kernels/"
+        for path, tree in parsed(sources, PACKAGE)
+        if not path.startswith("kernels/")
+        for line, module in imports(path, tree)
+        if module[0] == "triton"
+    ]
+
+
+def stray_moving_parts(sources: Sources) -> list[str]:
+    found = []
+    for path, tree in parsed(sources, PACKAGE):
+        if path in MOVING_PARTS_ALLOWED:
+            continue
+        for line, module in imports(path, tree):
+            moving = MOVING_PARTS.intersection(module) or module[-1].endswith("Cache")
+            if module[0] == "transformers" and moving:
+                found.append(f"{path}:{line}: names {'.'.join(module)}")
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            is_forward = isinstance(call.func, ast.Attribute) and call.func.attr == "forward"
+            keywords = {keyword.arg for keyword in call.keywords}
+            if keywords & (FORWARD_KEYWORDS if is_forward else MOVING_KEYWORDS):
+                found.append(f"{path}:{call.lineno}: names a keyword of the model's forward")
+    return found
+
+
+def too_long(sources: Sources) -> list[str]:
+    found = []
+    for path, tree in parsed(sources, CODE):
+        length = len(sources[path].splitlines())
+        if length > (EXAMPLE_LINES if path.startswith("examples/") else FILE_LINES):
+            found.append(f"{path}: {length} lines")
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            is_kernel = path.startswith("kernels/") and any("jit" in ast.unparse(d) for d in node.decorator_list)
+            if (node.end_lineno or 0) - node.lineno >= FUNCTION_LINES and not is_kernel:
+                found.append(f"{path}:{node.lineno}: {node.name} has more than {FUNCTION_LINES} lines")
+    return found
+
+
+def core_too_long(sources: Sources) -> list[str]:
+    total = sum(len(sources.get(f"hf_specgen/{name}.py", "").splitlines()) for name in CORE)
+    return [f"{', '.join(CORE)}: {total} lines"] if total > CORE_LINES else []
+
+
+def probing(sources: Sources) -> list[str]:
+    return [
+        f"{path}:{node.lineno}: {node.func.id}()"
+        for path, tree in parsed(sources, PACKAGE)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr")
+    ]
+
+
+def is_container(value: ast.expr | None) -> bool:
+    if isinstance(value, ast.Call):
+        return ast.unparse(value.func).split(".")[-1] in CONTAINERS
+    return isinstance(value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp)
+
+
+def mutated_names(tree: ast.Module) -> set[str]:
+    changed: list[ast.expr] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+            changed.append(node.value)
+        elif isinstance(node, ast.AugAssign):
+            changed.append(node.target)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
+            changed.append(node.func.value)
+    return {node.id for node in changed if isinstance(node, ast.Name)}
+
+
+def module_state(sources: Sources) -> list[str]:
+    """Find ``global`` and module-level containers that are not constants: ALL_CAPS and never changed."""
+    found = []
+    for path, tree in parsed(sources, PACKAGE):
+        found += [f"{path}:{node.lineno}: global" for node in ast.walk(tree) if isinstance(node, ast.Global)]
+        mutated = mutated_names(tree)
+        for node in tree.body:
+            if not isinstance(node, ast.Assign | ast.AnnAssign) or not is_container(node.value):
+                continue
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
+            found += [
+                f"{path}:{node.lineno}: {name} is mutable module state"
+                for name in names
+                if name in mutated or not (name.isupper() or name.startswith("__"))
+                if (path, name) not in NOTES_BESIDE_MODELS
+            ]
+    return found
+
+
+def defined_names(path: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    yield 0, Path(path).stem
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.alias) and node.asname:
+            yield node.lineno, node.asname
+
+
+def banned_words(sources: Sources) -> list[str]:
+    found = []
+    for path, tree in parsed(sources, CODE):
+        for line, name in defined_names(path, tree):
+            words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)
+            singular = {word.lower().removesuffix("s") for word in words}
+            if singular & BANNED_WORDS and name not in TRANSFORMERS_NAMES:
+                found.append(f"{path}:{line}: {name}")
+    return found
+
+
+# Check name -> the check and sources it must complain about, one complaint or more each.
+CHECKS: dict[str, tuple[Check, list[Sources]]] = {
+    "imports": (
+        wrong_imports,
+        [
+            {"hf_specgen/ops.py": "from hf_specgen.target import Target"},
+            {"hf_specgen/ops.py": "import hf_specgen"},
+            {"hf_specgen/cache.py": "def f():\n    from . import verify"},
+            {"hf_specgen/warp.py": "from .kernels.reference import warp"},
+            {"hf_specgen/drafters/base.py": "from ..kernels import reference"},
+            {"kernels/reference.py": "from hf_specgen.errors import SpecGenError"},
+            {"hf_specgen/utils.py": ""},
+        ],
+    ),
+    "neighbours": (
+        wrong_neighbours,
+        [
+            {"hf_specgen/drafters/eagle.py": "from hf_specgen.drafters.medusa import Medusa"},
+            {"hf_specgen/drafters/eagle.py": "from . import medusa"},
+            {"hf_specgen/drafters/eagle.py": "from hf_specgen.target import Target"},
+            {"trainers/eagle.py": "from hf_specgen.trainers import medusa"},
+        ],
+    ),
+    "triton": (stray_triton, [{"hf_specgen/ops.py": "def f():\n    import triton.language as tl"}]),
+    "moving parts": (
+        stray_moving_parts,
+        [
+            {"hf_specgen/sequences.py": "from transformers.cache_utils import DynamicCache"},
+            {"hf_specgen/sequences.py": "from transformers import StaticCache"},
+            {"hf_specgen/verify.py": "import transformers.masking_utils as masks"},
+            {"hf_specgen/drafters/eagle.py": "model(ids, past_key_values=cache)"},
+            {"hf_specgen/drafters/eagle.py": "model.forward(ids, attention_mask=mask)"},
+        ],
+    ),
+    "length": (
+        too_long,
+        [
+            {"hf_specgen/ops.py": "x = 1\n" * (FILE_LINES + 1)},
+            {"tests/test_ops.py": "x = 1\n" * (FILE_LINES + 1)},
+            {"examples/chat.py": "x = 1\n" * (EXAMPLE_LINES + 1)},
+            {"kernels/common.py": "def f():\n" + "    x = 1\n" * FUNCTION_LINES},
+            {"hf_specgen/ops.py": "@jit\ndef f():\n" + "    x = 1\n" * FUNCTION_LINES},
+        ],
+    ),
+    "core length": (core_too_long, [{f"hf_specgen/{name}.py": "x = 1\n" * (CORE_LINES // 5 + 1) for name in CORE}]),
+    "probing": (probing, [{"trainers/base.py": "getattr(x, 'y', None)"}, {"kernels/common.py": "hasattr(x, 'y')"}]),
+    "module state": (
+        module_state,
+        [
+            {"hf_specgen/ops.py": "def f():\n    global x\n    x = 1"},
+            {"hf_specgen/ops.py": "cache = {}"},
+            {"hf_specgen/ops.py": "seen: set[int] = set()"},
+            {"hf_specgen/ops.py": "SEEN = []\ndef f(x):\n    SEEN.append(x)"},
+            {"hf_specgen/ops.py": "STATS = weakref.WeakKeyDictionary()\ndef f(x):\n    STATS[x] = 1"},
+            {"hf_specgen/generate.py": "_OTHER: WeakSet[int] = WeakSet()\ndef f(x):\n    _OTHER.add(x)"},
+        ],
+    ),
+    "words": (
+        banned_words,
+        [
+            {"hf_specgen/ops.py": "class CacheManager: ..."},
+            {"hf_specgen/ops.py": "def f(assistant): ..."},
+            {"tests/test_ops.py": "num_verifiers = 1"},
+            {"hf_specgen/drafters/engine.py": ""},
+            {"hf_specgen/ops.py": "self.posterior_alpha = 1"},
+        ],
+    ),
+}
+BAD = [
+    pytest.param(check, bad, id=f"{name} {number}")
+    for name, (check, sources) in CHECKS.items()
+    for number, bad in enumerate(sources)
+]
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_the_tree_passes(name: str) -> None:
+    complaints = CHECKS[name][0](read_tree())
+    assert not complaints, "\n".join(complaints)
+
+
+@pytest.mark.parametrize(("check", "bad"), BAD)
+def test_a_bad_source_is_caught(check: Check, bad: Sources) -> None:
+    assert check(bad)
+
+
+def test_good_sources_pass() -> None:
+    good = {
+        "hf_specgen/ops.py": "from hf_specgen.kernels import reference\nfrom . import errors\nNAMES = {'a': 1}",
+        "hf_specgen/forward.py": "from transformers.cache_utils import Cache\nfrom .cache import SlotCache",
+        "hf_specgen/drafters/eagle.py": "from .base import Drafter\nfrom ..errors import SpecGenError",
+        "hf_specgen/cli/main.py": "import hf_specgen\nfrom contextlib import AbstractContextManager",
+        "kernels/tree.py": "import triton\n@triton.jit\ndef f():\n" + "    x = 1\n" * FUNCTION_LINES,
+        "hf_specgen/generate.py": "def generate(assistant_model=None): ...",
+    }
+    assert [complaint for check, _ in CHECKS.values() for complaint in check(good)] == []
+
+
+def layout(root: Path) -> list[str]:
+    bare = ("kernels", "trainers", "tests")
+    found = [f"{name} takes no __init__.py" for name in bare if any(root.glob(f"{name}/**/__init__.py"))]
+    for name in ("kernels", "trainers"):
+        inside = [path.name for path in (root / "hf_specgen" / name).iterdir() if path.name != "__pycache__"]
+        if inside != ["__init__.py"]:
+            found.append(f"hf_specgen/{name} is a stand-in: __init__.py alone, not {inside}")
+    folders = {path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")}
+    extra = {name for name in folders - TOP_LEVEL if not BUILD_LEFTOVERS.fullmatch(name)}
+    return found + [f"unexpected folder {name}" for name in sorted(extra)]
+
+
+def test_layout(tmp_path: Path) -> None:
+    assert layout(ROOT) == []
+    for name in ("kernels", "trainers", "hf_specgen/kernels", "hf_specgen/trainers", "utils"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "__init__.py").touch()
+    (tmp_path / "hf_specgen" / "kernels" / "common.py").touch()
+    assert len(layout(tmp_path)) == 4  # two __init__.py, a stand-in with more inside, a folder nobody agreed on
+
+
+def outside_paths(text: str) -> list[str]:
+    return [line for line in text.splitlines() if OUTSIDE.search(line)]
+
+
+def test_no_file_points_outside_the_project() -> None:
+    tracked = [path for path in ROOT.iterdir() if path.is_file()]
+    for folder in (*TOP_LEVEL, ".ci"):
+        tracked += [path for path in (ROOT / folder).rglob("*") if path.is_file()]
+    suffixes = {".py", ".md", ".toml", ".txt", ".yml", ".jinja", ".json", ".jsonl", ""}
+    texts = {path: path.read_text(errors="replace") for path in tracked if path.suffix in suffixes}
+    assert {path.name: lines for path, text in texts.items() if (lines := outside_paths(text))} == {}
+    for bad in ("see ../share" + "d/notes.md", "share" + "d/data", "/ro" + "ot/venv/bin", "open('/wor" + "k/x')"):
+        assert outside_paths(bad), bad
+
+
+# Records who asks for Triton; torch and transformers may, the package may not.
+PROBE = """
+import sys
+asked = []
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "triton":
+            frame = sys._getframe(1)
+            while "importlib" in frame.f_code.co_filename:
+                frame = frame.f_back
+            asked.append(frame.f_code.co_filename)
+sys.meta_path.insert(0, Watch())
+import {package}
+print([name for name in asked if name.startswith({folders})])
+"""
+
+
+def triton_requests(package: str, folder: Path) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    folders = tuple(f"{folder / name}/" for name in (package, "kernels", "trainers"))
+    command = [sys.executable, "-c", PROBE.format(package=package, folders=folders)]
+    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_import_leaves_triton_alone(tmp_path: Path) -> None:
+    assert triton_requests("hf_specgen", ROOT) == "[]"
+    (tmp_path / "eager").mkdir()
+    (tmp_path / "eager" / "__init__.py").write_text("try:\n    import triton\nexcept ImportError: ...\n")
+    assert "eager" in triton_requests("eager", tmp_path)
