@@ -80,25 +80,26 @@ def _descend(scores: Scores, draft: Draft, decide: _Decide) -> Verdict:
     """
     levels, device = draft.tree.max_depth, scores.device
     rows = torch.arange(len(draft.tokens), device=device)
-    node = depth = last = torch.zeros_like(rows)
-    accepted, invalid = torch.zeros_like(rows), torch.zeros_like(rows, dtype=torch.bool)
+    node = depth = accepted = last = torch.zeros_like(rows)
+    broken = invalid = torch.zeros_like(rows, dtype=torch.bool)
     path = torch.zeros(len(rows), levels + 1, dtype=torch.long, device=device)
-    for level in range(levels + 1):
+    for column in path.unbind(1):
         step = decide(rows, node, depth)
-        node, depth = torch.where(step.found, step.child + 1, node), depth + step.found
-        last, accepted = _put(last, rows, step.token), _put(accepted, rows, depth)
-        invalid = _put(invalid, rows, step.invalid | invalid.index_select(0, rows))
-        path[:, level] = _put(path[:, level], rows, step.child)
+        node, depth, broken = torch.where(step.found, step.child + 1, node), depth + step.found, broken | step.invalid
+        accepted, last = _put(accepted, rows, depth), _put(last, rows, step.token)
+        invalid = _put(invalid, rows, broken)
+        column.index_copy_(0, rows, step.child)
         walking = _select(step.found)
-        if not len(walking):
+        if not walking.numel():
             break
-        if len(walking) < len(rows):
-            rows, node, depth = rows[walking], node[walking], depth[walking]
+        if walking.numel() < rows.numel():
+            rows, node, depth, broken = rows[walking], node[walking], depth[walking], broken[walking]
     return Verdict(path[:, :levels], accepted, last, invalid)
 
 
 def _put(everyone: Tensor, rows: Tensor, values: Tensor) -> Tensor:
-    return values if len(rows) == len(everyone) else everyone.index_copy(0, rows, values)
+    # numel: the length of a tensor costs a microsecond, and this runs at every level.
+    return values if rows.numel() == everyone.numel() else everyone.index_copy(0, rows, values)
 
 
 def _matching(scores: Scores, draft: Draft, pick: _Pick) -> _Decide:
@@ -183,11 +184,11 @@ def _block(scores: Scores, draft: Draft, coins: CoinSource) -> Verdict:
         )
     rows = everyone = torch.arange(len(draft.tokens), device=scores.device)
     length = torch.arange(draft.width + 1, device=scores.device)
-    n_valid = draft.n_valid.unsqueeze(1)
-    tokens = draft.tokens.masked_fill(~_real(scores, draft), 0)
+    real = _real(scores, draft)
+    n_valid, tokens = real.long().cumprod(1).sum(1, keepdim=True), draft.tokens.masked_fill(~real, 0)
     reach = (length == 0).double().repeat(len(rows), 1)
     surplus = torch.zeros_like(reach)
-    invalid = torch.zeros_like(draft.n_valid, dtype=torch.bool)
+    invalid = torch.zeros_like(rows, dtype=torch.bool)
     for i in range(draft.width):
         rows = rows[_select((n_valid[rows, 0] > i) & (reach[rows, i] > 0))]
         if not len(rows):
@@ -200,7 +201,7 @@ def _block(scores: Scores, draft: Draft, coins: CoinSource) -> Verdict:
     passes = (reach >= 1) | (coin * (surplus + 1 - reach) < surplus)  # h = 1 passes even when p = q leaves R = 0
     passes = torch.where(length == n_valid, coin < reach, passes & (length < n_valid))
     kept = (passes * length).amax(1)
-    keep, take = reach[everyone, kept], (kept < draft.n_valid).double()
+    keep, take = reach[everyone, kept], (kept < n_valid.squeeze(1)).double()
     logits, (q_ids, q) = scores.at(everyone, kept), _q_at(draft, everyone, kept.clamp(max=draft.width - 1))
     last, bad = ops.residual_draw(logits, q_ids, q, keep, take, _table(coins, draft, SAMPLE)[everyone, kept])
     return Verdict(length[:-1].repeat(len(kept), 1), kept, last, invalid | bad)
@@ -208,7 +209,7 @@ def _block(scores: Scores, draft: Draft, coins: CoinSource) -> Verdict:
 
 def _select(mask: Tensor) -> Tensor:
     """List the rows to work on: those marked on CPU, elsewhere all of them, for a list would wait for the device."""
-    return mask.nonzero().squeeze(1) if mask.device.type == "cpu" else torch.arange(len(mask), device=mask.device)
+    return mask.nonzero().squeeze(1) if mask.device.type == "cpu" else torch.arange(mask.numel(), device=mask.device)
 
 
 def _table(coins: CoinSource, draft: Draft, use: int, sibling: int = 0) -> Tensor:

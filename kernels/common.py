@@ -18,7 +18,7 @@ _SIBLING_BITS = 24
 def philox(counter: Tensor, key: Tensor) -> Tensor:
     """Encrypt counters with Philox4x32-10.
 
-    Shapes: ``counter (4, ...)``, ``key (2, ...)``, int64 tensors that hold 32-bit words.
+    Shapes: ``counter (4, ...)``, ``key (2, ...)`` that broadcast beside each other, int64 holding 32-bit words.
     Returns: ``(4, ...)`` int64 words.
     Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.3 (Random123).
     """
@@ -38,9 +38,9 @@ def philox(counter: Tensor, key: Tensor) -> Tensor:
 def words(seed: Tensor, row: Tensor, position: Tensor, stream: int, block: Tensor) -> Tensor:
     """Draw four 32-bit words for each counter ``(position, row, stream, block)`` under the 64-bit ``seed``.
 
-    Shapes: all tensors broadcast to one shape ``(...)``. Returns: ``(4, ...)`` int64.
+    Shapes: one-dimensional tensors that broadcast to ``(K)``. Returns: ``(4, K)`` int64.
     """
-    seed, row, position, block = torch.broadcast_tensors(seed, row, position, block)
+    row, position, block = torch.broadcast_tensors(row, position, block)
     counter = torch.stack((position, row, torch.full_like(row, stream), block)) & _WORD
     key = torch.stack((seed, seed >> 32)) & _WORD
     return philox(counter, key)
@@ -64,8 +64,9 @@ def gumbel_noise(seed: Tensor, row: Tensor, position: Tensor, vocab_size: int) -
     """
     block = torch.arange(-(-vocab_size // 4), device=seed.device)
     noise = torch.empty(len(seed), vocab_size, dtype=torch.float64, device=seed.device)
-    for i, out in enumerate(noise):  # row by row: the working set stays in cache
-        bits = words(seed[i], row[i], position[i], GUMBEL << _SIBLING_BITS, block).t().reshape(-1)[:vocab_size]
+    sources = zip(noise, seed.split(1), row.split(1), position.split(1), strict=True)
+    for out, one_seed, one_row, one_position in sources:  # row by row: the working set stays in cache
+        bits = words(one_seed, one_row, one_position, GUMBEL << _SIBLING_BITS, block).t().reshape(-1)[:vocab_size]
         inside = (bits.double() + 0.5) * 2.0**-32  # the half keeps both logarithms finite
         torch.neg(inside.log_().neg_().log_(), out=out)
     return noise

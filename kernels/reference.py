@@ -200,17 +200,24 @@ def _first_above(prefix: Tensor, target: Tensor) -> Tensor:
 
 
 def _strip_max(rows: Tensor) -> Tensor:
-    edge = rows.shape[-1] // _STRIP * _STRIP
-    parts = rows[:, :edge].unflatten(-1, (edge // _STRIP, _STRIP)).amax(-1)
-    return parts if edge == rows.shape[-1] else torch.cat((parts, rows[:, edge:].amax(-1, keepdim=True)), -1)
+    whole, tail = _strips(rows)
+    parts = whole.amax(-1)
+    return parts if tail is None else torch.cat((parts, tail.amax(-1, keepdim=True)), -1)
 
 
 def _strip_sum(rows: Tensor) -> Tensor:
-    edge = rows.shape[-1] // _STRIP * _STRIP
-    parts = rows[:, :edge].unflatten(-1, (edge // _STRIP, _STRIP)).sum(-1, dtype=torch.float64)
-    if edge == rows.shape[-1]:
-        return parts
-    return torch.cat((parts, rows[:, edge:].sum(-1, keepdim=True, dtype=torch.float64)), -1)
+    whole, tail = _strips(rows)
+    parts = whole.sum(-1, dtype=torch.float64)
+    return parts if tail is None else torch.cat((parts, _total(tail)), -1)
+
+
+def _strips(rows: Tensor) -> tuple[Tensor, Tensor | None]:
+    """View rows as full strips ``(R, n, 128)``, and what is too short for one."""
+    count, vocab = rows.shape
+    full = vocab // _STRIP
+    if full * _STRIP == vocab:
+        return rows.view(count, full, _STRIP), None
+    return rows[:, : full * _STRIP].view(count, full, _STRIP), rows[:, full * _STRIP :]
 
 
 def _strip_ids(strip: Tensor, vocab_size: int) -> Tensor:

@@ -23,7 +23,7 @@ CODE = (*PACKAGE, "tests/", "examples/")
 # Left imports nothing from the right; on one level too. `__init__` is the package's public face.
 ORDER = """kernels < errors, draft, stats, costs < ops < coins
 < warp, cache, forward, selfcheck, verify, sequences, requests, formats, hub
-< target, outputs < drafters < generate < trainers < __init__ < bench < cli"""
+< target, outputs < drafters < generate, entry < trainers < __init__ < bench < cli"""
 RANK = {name: rank for rank, name in enumerate(re.findall(r"\w+", ORDER))}
 
 FILE_LINES = 450

@@ -95,7 +95,7 @@ WALK_MUTATIONS = {
     ),
     "the bonus token is drawn from a residual": (
         BLOCK,
-        "(kept < draft.n_valid).double()",
+        "(kept < n_valid.squeeze(1)).double()",
         "torch.ones_like(reach[:, 0])",
     ),
     "every depth tosses the first coin": (CHAIN, "accept[rows, depth]", "accept[rows, 0]"),

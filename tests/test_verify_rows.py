@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from coin_boxes import LAST_COIN, BoxCoins, TableScores, same, take
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from coin_boxes import LAST_COIN, BoxCoins, TableScores, same, take
 from torch import Tensor
 
 from hf_specgen import ops
@@ -20,6 +20,7 @@ from hf_specgen.verify import RULES, verify
 
 VOCAB = 300  # three strips, the last one short
 INF = math.inf
+Laws = dict[str, DenseQ | SparseQ]
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,8 @@ def test_a_broken_row_that_was_read_is_named(kind: str, rule: str, name: str) ->
     logits = torch.tensor([0.0, 9.0, 0.0]).repeat(4, 3, 1)
     logits[0, 0] = logits[1, 1] = logits[2, 2] = BROKEN[name]
     logits[2, 0] = torch.tensor([-INF, -INF, 0.0])
-    q = {"dense": DenseQ(torch.tensor([-INF, 0.0, -INF]).expand(4, 2, 3)), "sparse": one_hot(4, 2)}.get(kind)
+    laws: Laws = {"dense": DenseQ(torch.tensor([-INF, 0.0, -INF]).expand(4, 2, 3)), "sparse": one_hot(4, 2)}
+    q = laws.get(kind)
     draft = Draft(torch.ones(4, 2, dtype=torch.long), Tree.chain(2), torch.tensor([2, 2, 2, 1]), q)
     coins = Coins(torch.arange(4), torch.arange(4), torch.zeros(4, dtype=torch.long))
     verdict = verify(TableScores(logits, greedy=kind == "greedy"), draft, coins, rule)
@@ -212,7 +214,8 @@ def test_a_token_of_probability_zero_is_never_written(kind: str, rule: str, coin
     logits[1, :, 130:132] = 3.0
     tokens = torch.tensor([[0, 0], [131, 0]])
     law = torch.zeros(2, 2, VOCAB)
-    q = {"dense": DenseQ(law), "sparse": SparseQ(tokens.unsqueeze(-1), torch.ones(2, 2, 1))}.get(kind)
+    laws: Laws = {"dense": DenseQ(law), "sparse": SparseQ(tokens.unsqueeze(-1), torch.ones(2, 2, 1))}
+    q = laws.get(kind)
     draft = Draft(tokens, Tree.chain(2), torch.full((2,), 2), q)
     coins = BoxCoins({use: torch.full((2, 3), coin, dtype=torch.float64) for use in [(ACCEPT, 0), (SAMPLE, 0)]})
     verdict = verify(TableScores(logits), draft, coins, rule)
@@ -238,12 +241,12 @@ def test_a_broken_q_leaves_p() -> None:
 
 
 @pytest.mark.parametrize("token", [-1, VOCAB])
-@pytest.mark.parametrize("kind", ["greedy", "none", "sparse", "dense"])
-def test_tokens_outside_the_vocabulary_are_passed_over(kind: str, token: int) -> None:
-    batch = make_batch(4, kind, chain=False)
+@pytest.mark.parametrize(("kind", "rule", "chain"), KINDS)
+def test_tokens_outside_the_vocabulary_are_passed_over(kind: str, rule: str, chain: bool, token: int) -> None:
+    batch = make_batch(4, kind, chain)
     draft = replace(batch.draft, tokens=torch.full_like(batch.draft.tokens, token), n_valid=torch.full((5,), 6))
-    plain = verify(TableScores(batch.logits[:, :1], batch.greedy), Draft.empty(5), batch.coins)
-    verdict = replace(batch, draft=draft).verdict("rejection")
+    plain = verify(TableScores(batch.logits[:, :1], batch.greedy), Draft.empty(5), batch.coins, rule)
+    verdict = replace(batch, draft=draft).verdict(rule)
     assert not verdict.n.any()
     assert torch.equal(verdict.next, plain.next)
 
