@@ -28,8 +28,8 @@ class SlotGroup:
     """Describe the layers that share one visibility rule, and the pass that is under way.
 
     ``window`` is the sliding window or the chunk size, None for full attention. A ring of ``capacity`` slots needs
-    ``capacity >= window + width``: the pass at length L overwrites indices up to ``L + width - 1 - capacity``, and
-    after any rollback the oldest index that a query may see is above ``L - window``.
+    ``capacity >= window + undo + width``: the pass at length L overwrites indices up to ``L + width - 1 - capacity``,
+    and after a rollback of ``undo`` tokens the oldest index that a query may see is above ``L - undo - window``.
     """
 
     kind: str
@@ -39,10 +39,10 @@ class SlotGroup:
     start: int | None = None
     slots: Tensor | None = None
 
-    def needed(self, longest: int, width: int) -> int:
+    def needed(self, longest: int, width: int, undo: int = 0) -> int:
         """Return how many slots a pass of ``width`` positions needs when the longest row holds ``longest``."""
         linear = longest + width
-        return linear if self.window is None else min(linear, self.window + width)
+        return linear if self.window is None else min(linear, self.window + undo + width)
 
     def visible(self, cache: SlotCache, tree: Tree) -> Tensor:
         """Return the ``(B or 1, S, view)`` bool mask of root and nodes over this group's slots."""
@@ -167,11 +167,12 @@ class SlotCache(Cache):
         self.reserve = reserve
         self.prefilling: list[int] | None = None
         self._left_padded = False
-        layers, self.groups = [], {}
+        layers: list[SlotLayer] = []
+        self.groups: dict[tuple[str, int | None], SlotGroup] = {}
         for kind, window in layer_kinds(config):
             group = self.groups.setdefault((kind, window), SlotGroup(kind, window))
             layers.append(SlotLayer(self, group))
-        super().__init__(layers=layers)  # type: ignore[arg-type]
+        super().__init__(layers=layers)
 
     def begin_prefill(self, width: int, lengths: list[int], left_padded: bool) -> None:
         """Announce a pass over empty rows: ``lengths[r]`` of its ``width`` columns are row ``r``'s prompt."""
@@ -191,12 +192,12 @@ class SlotCache(Cache):
             index = index + (width - length)
         return index.clamp(0, width - 1)
 
-    def begin(self, width: int) -> None:
-        """Announce a pass of ``width`` positions after each row's committed slots."""
+    def begin(self, width: int, undo: int = 0) -> None:
+        """Announce a pass of ``width`` positions; the newest ``undo`` committed tokens may yet be rolled back."""
         self.prefilling = None
         longest, shortest = max(self.lengths), min(self.lengths)
         for group in self.groups.values():
-            self._grow(group, group.needed(longest, width))
+            self._grow(group, group.needed(longest, width, undo))
             group.view = min(group.capacity, longest + width)
             group.start = longest if longest == shortest and longest + width <= group.capacity else None
             if group.start is None:
@@ -281,11 +282,12 @@ def layer_kinds(config: PretrainedConfig) -> list[tuple[str, int | None]]:
         window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
         chunked = window is not None and settings.get("attention_chunk_size") == window
         kind = name or ("chunked_attention" if chunked else "sliding_attention" if window else "full_attention")
-        if kind not in _KINDS or not isinstance(layer, DynamicLayer):
+        if kind not in _KINDS or type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            # a subclass keeps more than keys and values: a recurrent state beside them, an index, a compressed copy
+            found = repr(name) if name and name not in _KINDS else f"{kind!r} kept in a {type(layer).__name__}"
             raise UnsupportedTarget(
-                f"{type(config).__name__} has a layer of kind {kind!r}: only {', '.join(_KINDS)} can be rolled back "
-                "row by "
-                "row (recurrent and indexed layers cannot yet). Use plain generate()."
+                f"{type(config).__name__} has a layer of kind {found}: only plain {', '.join(_KINDS)} can be rolled back "
+                "row by row (recurrent and indexed layers cannot yet). Use plain generate()."
             )
         kinds.append((kind, window))
     if len(set(kinds)) != len({kind for kind, _ in kinds}):

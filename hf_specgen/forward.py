@@ -92,16 +92,17 @@ class CachedModel:
         n_valid: Tensor | None = None,
         hidden: bool = False,
         keep: list[int] | None = None,
+        undo: int = 0,
     ) -> ForwardOutput:
         """Score ``tokens (B, S)``: root and draft nodes after each row's committed slots. Commits nothing.
 
         Nodes beyond ``n_valid (B,)`` are computed at the root's position and mean nothing. ``keep`` names the columns
-        whose logits are wanted, in order; all by default.
+        whose logits are wanted, in order; all by default. ``undo`` committed tokens may yet be rolled back.
         """
         extra: dict[str, Any] = {}
         if keep is not None and self._trims_logits:
             extra["logits_to_keep"] = torch.tensor(keep, device=self.device)
-        self.cache.begin(tokens.shape[1])
+        self.cache.begin(tokens.shape[1], undo)
         depth = tree.depth
         if n_valid is not None:
             depth = depth * (torch.arange(tokens.shape[1], device=self.device) <= n_valid[:, None])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,7 +29,7 @@ from hf_specgen.target import Target
 from hf_specgen.verify import verify
 from hf_specgen.warp import Warp
 
-Result = Tensor | GenerateDecoderOnlyOutput
+Result: TypeAlias = Tensor | GenerateDecoderOnlyOutput
 
 _LAST: WeakKeyDictionary[PreTrainedModel, AcceptanceStats] = WeakKeyDictionary()
 

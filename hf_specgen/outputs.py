@@ -69,7 +69,7 @@ class OutputLog:
             logits=_join(self.logits, sequences.new, steps, pad),
             hidden_states=self._join_hidden(sequences.new, steps),
         )
-        output.speculation = stats  # type: ignore[attr-defined]
+        output.speculation = stats
         return output
 
     def _join_hidden(self, counts: list[int], steps: int) -> tuple[tuple[Tensor, ...], ...] | None:

@@ -164,7 +164,7 @@ class Sequences:
         prefix = self.prefix(row)
         scores = tuple(self.score_log[row][: self.new[row]]) if self.score_log is not None else None
         for criterion in self.stops.others:  # every criterion sees every prefix once, as in plain decoding
-            stop |= bool(torch.as_tensor(criterion(prefix, scores)).any())  # type: ignore[arg-type]
+            stop |= bool(torch.as_tensor(criterion(prefix, scores)).any())
         return stop
 
     def _stream(self, row: int, tokens: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""The exact law of a few sampled tokens, by enumeration with transformers' own processors, and a chi-square against it."""
+"""The exact law of a few sampled tokens, enumerated with transformers' own processors, and a chi-square against it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def count(draws: torch.Tensor, vocab: int) -> Law:
 
 
 def p_value(draws: torch.Tensor, law: Law, vocab: int) -> float:
-    """Return the chi-square p-value of ``draws``; cells expected fewer than five times are pooled, 0 outside the law."""
+    """Return the chi-square p-value of ``draws`` (0 outside the law); cells expected under five times are pooled."""
     total, counts = len(draws), count(draws, vocab)
     if set(counts) - set(law):
         return 0.0

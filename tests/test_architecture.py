@@ -22,8 +22,8 @@ CODE = (*PACKAGE, "tests/", "examples/")
 
 # Left imports nothing from the right; on one level too. `__init__` is the package's public face.
 ORDER = """kernels < errors, draft, stats, costs < ops < coins
-< warp, cache, forward, selfcheck, verify, sequences, requests, formats, hub
-< target, outputs < drafters < generate, entry < trainers < __init__ < bench < cli"""
+< warp, cache, forward, verify, sequences, formats, hub
+< target < selfcheck, requests, outputs < drafters < generate, entry < trainers < __init__ < bench < cli"""
 RANK = {name: rank for rank, name in enumerate(re.findall(r"\w+", ORDER))}
 
 FILE_LINES = 450
@@ -36,7 +36,7 @@ MOVING_PARTS = {"cache_utils", "masking_utils", "modeling_utils"}
 MOVING_KEYWORDS = {"past_key_values", "cache_position"}
 FORWARD_KEYWORDS = {*MOVING_KEYWORDS, "cache", "attention_mask"}
 MOVING_PARTS_ALLOWED = {
-    f"hf_specgen/{name}.py" for name in ("target", "cache", "forward", "generate", "drafters/base", "drafters/layers")
+    f"hf_specgen/{name}.py" for name in ("forward", "cache", "generate", "requests", "drafters/base", "drafters/layers")
 }
 
 BANNED_WORDS = {"verifier", "assistant", "speculator", "posterior", "engine", "manager", "provider", "strategy"}

@@ -45,7 +45,15 @@ FAMILIES: dict[str, tuple[str, dict, tuple[str, ...]]] = {
     "phi3": ("Phi3ForCausalLM", {}, ("sdpa", "eager")),
     "gpt2": (
         "GPT2LMHeadModel",
-        {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
+        {
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 512,
+            "resid_pdrop": 0,
+            "embd_pdrop": 0,
+            "attn_pdrop": 0,
+        },
         ("sdpa", "eager"),
     ),
     "gpt_oss": (
@@ -60,7 +68,11 @@ FAMILIES: dict[str, tuple[str, dict, tuple[str, ...]]] = {
         ("sdpa", "eager"),
     ),
     "olmo2": ("Olmo2ForCausalLM", {}, ("sdpa", "eager")),
-    "cohere2": ("Cohere2ForCausalLM", {"sliding_window": 8, "layer_types": MIXED, "logit_scale": 1.0}, ("sdpa", "eager")),
+    "cohere2": (
+        "Cohere2ForCausalLM",
+        {"sliding_window": 8, "layer_types": MIXED, "logit_scale": 1.0},
+        ("sdpa", "eager"),
+    ),
     "smollm3": ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 0]}, ("sdpa", "eager")),
     "deepseek_v3": (
         "DeepseekV3ForCausalLM",
@@ -130,7 +142,9 @@ def prompts(lengths: list[int], seed: int = 3, vocab: int = 64) -> tuple[torch.T
 class RandomTree(Drafter):
     """Draft random trees, another shape in every row and round, that often contain the given continuation."""
 
-    def __init__(self, texts: list[list[int]], hit: float = 0.75, nodes: int = 7, seed: int = 0, vocab: int = 64) -> None:
+    def __init__(
+        self, texts: list[list[int]], hit: float = 0.75, nodes: int = 7, seed: int = 0, vocab: int = 64
+    ) -> None:
         self.texts, self.hit, self.nodes, self.seed, self.vocab = texts, hit, nodes, seed, vocab
 
     def begin(self, sequences) -> None:

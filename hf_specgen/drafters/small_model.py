@@ -83,7 +83,7 @@ class SmallModel(Drafter):
             tokens = chain.pick(scores)
             if len(chain) >= max(wanted):
                 break
-            output = self._cached.extend(self._known(tokens), Tree.chain(0, self._cached.device))
+            output = self._cached.extend(self._known(tokens), Tree.chain(0, self._cached.device), undo=len(chain) - 1)
             self._cached.cache.commit([int(len(chain) < want) for want in wanted])
             logits = output.logits[:, 0]
         return chain.draft(wanted)
