@@ -197,7 +197,9 @@ def _block(scores: Scores, draft: Draft, coins: CoinSource) -> Verdict:
         surplus[rows, i], reach[rows, i + 1], bad = ops.block_step(logits, q_ids, q, tokens[rows, i], reach[rows, i])
         invalid[rows] |= bad
 
-    coin = F.pad(_table(coins, draft, ACCEPT)[:, :-1], (1, 0))  # length i has the coin of its last token
+    # every coin is looked at, also those behind the kept block: keyed by the round's start, none is tossed again later
+    tossed = [coins.uniform(everyone, 0, ACCEPT, sibling=i) for i in range(draft.width)]
+    coin = F.pad(torch.stack(tossed, 1), (1, 0))  # length i has the coin of its last token
     passes = (reach >= 1) | (coin * (surplus + 1 - reach) < surplus)  # h = 1 passes even when p = q leaves R = 0
     passes = torch.where(length == n_valid, coin < reach, passes & (length < n_valid))
     kept = (passes * length).amax(1)

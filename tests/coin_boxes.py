@@ -191,7 +191,7 @@ def _block(case: Case, tokens: Prefix) -> Iterator[Outcome]:
         else:
             passes = ONE if surplus + 1 - h[length] == 0 else surplus / (surplus + 1 - h[length])
         weights = p[gamma] if surplus is None else rest(p[length], q[length], h[length])
-        coin = (length - 1, ACCEPT, 0)
+        coin = (0, ACCEPT, length - 1)
         kept = so_far.within(coin, Fraction(0), passes) if length else so_far
         if kept.measure:
             yield from replace(kept, emitted=tokens[:length]).drawn(length, weights)
@@ -303,6 +303,8 @@ def follow(p: Callable[[Prefix], Weights], prefix: Prefix, length: int) -> Itera
 def coins_for(case: Case, boxes: list[dict[Coin, Ends]]) -> BoxCoins:
     """Two rows a box: every coin just inside its lower end, then its upper end; free coins at the extremes."""
     siblings = max((case.parents.count(parent) for parent in case.parents), default=1)
+    if case.rule == "block":  # the coins of a block belong to its first position, numbered along it
+        siblings = max(1, len(case.parents))
     shape = (2 * len(boxes), case.levels + 1)
     free = torch.tensor([0.0, LAST_COIN], dtype=torch.float64).repeat(len(boxes)).unsqueeze(1).expand(shape)
     uses = [(SAMPLE, 0), *((ACCEPT, sibling) for sibling in range(siblings))]

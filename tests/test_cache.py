@@ -26,7 +26,11 @@ LAYOUTS = {
     ),
     "chunked": (
         "llama4_text",
-        {"attention_chunk_size": WINDOW, "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]},
+        {
+            "attention_chunk_size": WINDOW,
+            "layer_types": ["chunked_attention", "full_attention"],
+            "no_rope_layers": [1, 0],
+        },
     ),
 }
 
@@ -125,7 +129,9 @@ class Model:
                     first = 0
                     if window is not None:
                         newest = len(whole) - 1
-                        first = newest // window * window if kind == "chunked_attention" else max(0, newest - window + 1)
+                        first = (
+                            newest // window * window if kind == "chunked_attention" else max(0, newest - window + 1)
+                        )
                     seen = numbers[row, mask[row, query]].tolist()
                     assert sorted(seen) == sorted(whole[first:]), (kind, row, query)
 
@@ -156,7 +162,9 @@ def test_long_runs_wrap_and_grow(layout: str) -> None:
 def test_the_comparison_can_fail(spoil: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative controls."""
     if spoil == "ring too small":
-        monkeypatch.setattr(SlotGroup, "needed", lambda self, longest, width, undo=0: min(longest + width, self.window or 999))
+        monkeypatch.setattr(
+            SlotGroup, "needed", lambda self, longest, width, undo=0: min(longest + width, self.window or 999)
+        )
     elif spoil == "no undo":
         begin = SlotCache.begin
         monkeypatch.setattr(SlotCache, "begin", lambda self, width, undo=0: begin(self, width))

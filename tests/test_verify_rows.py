@@ -217,7 +217,9 @@ def test_a_token_of_probability_zero_is_never_written(kind: str, rule: str, coin
     laws: Laws = {"dense": DenseQ(law), "sparse": SparseQ(tokens.unsqueeze(-1), torch.ones(2, 2, 1))}
     q = laws.get(kind)
     draft = Draft(tokens, Tree.chain(2), torch.full((2,), 2), q)
-    coins = BoxCoins({use: torch.full((2, 3), coin, dtype=torch.float64) for use in [(ACCEPT, 0), (SAMPLE, 0)]})
+    coins = BoxCoins(
+        {use: torch.full((2, 3), coin, dtype=torch.float64) for use in [(ACCEPT, 0), (ACCEPT, 1), (SAMPLE, 0)]}
+    )
     verdict = verify(TableScores(logits), draft, coins, rule)
     assert (int(verdict.n[0]), int(verdict.next[0])) == (0, 250)
     assert int(verdict.n[1]) in (0, 1)

@@ -281,3 +281,30 @@ def ours(
 ):
     """Run the same call with a drafter, without enabling the model."""
     return plain(model, ids, mask, custom_generate=SpeculativeDecoding(drafter), **settings)
+
+
+class Keep:
+    """Stand in for a streamer and keep what it is given."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.puts = 0
+        self.ended = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        assert not self.ended, "a token after the end"
+        self.puts += 1
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def letters(vocab: int = 64) -> transformers.PreTrainedTokenizerFast:
+    """Build a tokenizer of one character a token."""
+    from tokenizers import Tokenizer, decoders, models
+
+    symbols = [chr(0x100 + index) for index in range(vocab)]
+    core = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=[]))
+    core.decoder = decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=core)

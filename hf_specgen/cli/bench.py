@@ -29,6 +29,10 @@ Constant = Annotated[
 EqualLength = Annotated[int, typer.Option("--num-tokens", min=1, help="Draft length of --stock and --constant.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="At most that many prompts, taken evenly from the categories.")]
 MaxNewTokens = Annotated[int | None, typer.Option(min=1, help="Stop after that many new tokens.  [default: 128]")]
+CheckFloat32 = Annotated[
+    bool | None,
+    typer.Option(help="Then compare three greedy texts with plain ones in float32.  [default: only with --demo]"),
+]
 Target = Annotated[str | None, typer.Option(help="The model: demo, a Hub id, or a folder.  [default: demo]")]
 
 
@@ -40,9 +44,11 @@ class Preset:
     limit: int | None = None
     repeats: int = 3
     max_new_tokens: int = 128
+    check_float32: bool = False
 
 
-DEMO = Preset("summarization,rag,qa", limit=6, repeats=2, max_new_tokens=128)
+DEMO = Preset("summarization,rag,qa", limit=6, repeats=2, max_new_tokens=128, check_float32=True)
+FLOAT32_PROMPTS, FLOAT32_TOKENS = 3, 64
 
 
 def bench(  # noqa: PLR0913 - one parameter a flag
@@ -59,6 +65,7 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     stock: Stock = None,
     constant: Constant = False,
     num_tokens: EqualLength = 10,
+    check_float32: CheckFloat32 = None,
     out: OutFolder = None,
     temperature: options.Temperature = None,
     top_k: options.TopK = None,
@@ -92,6 +99,34 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     session = open_session(flags)
     methods = _methods(session, batch_size, num_tokens, stock, constant)
     _measure(session, chosen, methods, settings, out)
+    if preset.check_float32 if check_float32 is None else check_float32:
+        _check_float32(session, chosen, settings)
+
+
+def _check_float32(session: Session, prompts: list[Prompt], settings: Settings) -> None:
+    """Show that what differs in bfloat16 is rounding: in float32 the greedy texts must be the plain ones.
+
+    Raises: typer.Exit with code 1 when they are not.
+    """
+    from dataclasses import replace
+
+    from hf_specgen.bench.compare import tie_tolerance
+    from hf_specgen.bench.exactness import check_greedy
+    from hf_specgen.bench.methods import Decoding
+    from hf_specgen.bench.prompts import select
+    from hf_specgen.cli.session import progress_bar
+
+    model = session.model.float()  # the command ends here: nothing reads the old weights again
+    tokens = min(FLOAT32_TOKENS, settings.decoding.max_new_tokens)
+    chosen = select(prompts, None, FLOAT32_PROMPTS)
+    short = replace(settings, decoding=Decoding(tokens), batch_size=1, repeats=1, warmup=0)
+    with progress_bar("comparing in float32") as progress:
+        found = check_greedy(
+            model, session.tokenizer, chosen, session.ours(), short, tie_tolerance(model.dtype), progress
+        )
+    typer.echo(f"in float32, {tokens} new tokens: identical to plain greedy: {found.same}/{found.compared}")
+    if not found.passed:
+        raise typer.Exit(1)
 
 
 def _check_folder(folder: Path) -> None:

@@ -190,7 +190,7 @@ class _Chain:
         elif self._sequences.rule == "gumbel":
             token, _ = ops.gumbel_draw(scores, self._coins.gumbel(self._rows, depth, scores.shape[-1]))
         else:
-            # keyed by the round's start: block verification looks at the whole draft, so no later round may toss it again
+            # keyed by the round's start: block verification looks at the whole draft, and no coin may decide twice
             token, _ = ops.draw(scores, self._coins.uniform(self._rows, 0, DRAFT, sibling=depth))
             self._laws.append(scores)
         self._tokens.append(token)
