@@ -17,7 +17,7 @@ TINY = LlamaConfig(vocab_size=64, initializer_range=0.05, eos_token_id=None, pad
 
 TEXT = """The harbour of Veldmouth was dug in 1683 for ships that carried salt. When the salt trade ended, the town
 turned to herring, and the quays were raised by a metre to keep the autumn floods out. The railway came in 1871 and
-took the herring inland, so the town grew a second quay. Today the first quay is a market, and the second quay is a museum."""
+took the herring inland, so the town grew a second quay. Today the first quay is a market, the second a museum."""
 
 
 def main() -> None:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import partial
+from itertools import chain
+from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -95,9 +100,9 @@ class Warp:
         name = _name(processor)
         if self.rows == 1 or name in _PREFIX_ONLY:
             return processor(ids, scores)
-        if isinstance(processor, PrefixConstrainedLogitsProcessor):
-            allowed = processor._prefix_allowed_tokens_fn
-            return PrefixConstrainedLogitsProcessor(lambda _, sent: allowed(row, sent), 1)(ids, scores)
+        if type(processor) is PrefixConstrainedLogitsProcessor:
+            allowed, prompt = processor._prefix_allowed_tokens_fn, row // processor._num_beams
+            return PrefixConstrainedLogitsProcessor(lambda _, sent: allowed(prompt, sent), 1)(ids, scores)
         # a processor that knows its batch sees this row in every place and is read back at the row's own
         whole = processor(ids.repeat(self.rows, 1), scores.repeat(self.rows, 1))
         return whole[row : row + 1]
@@ -111,47 +116,87 @@ def _name(processor: LogitsProcessor) -> str:
 
 def _stateful(processor: LogitsProcessor, reason: str) -> SpecGenError:
     return SpecGenError(
-        f"logits processor {type(processor).__name__} cannot be replayed on draft tokens: {reason}. Required: scores "
-        "that "
+        f"logits processor {_label(processor)} cannot be replayed on draft tokens: {reason}. Required: scores that "
         "depend on (input_ids, scores) alone, without state that changes from call to call. Use plain generate() with "
         "it, or make it compute its state from input_ids."
     )
 
 
+def _label(processor: Any) -> str:
+    """Return what the user calls a processor."""
+    if isinstance(processor, MethodType):
+        return f"{type(processor.__self__).__name__}.{processor.__name__}"
+    return processor.__name__ if isinstance(processor, FunctionType) else type(processor).__name__
+
+
 def _probe(processor: LogitsProcessor, ids: Tensor, vocab_size: int) -> None:
     """Call a copy of an unknown processor three times on the prompt; state or scores that move betray it."""
     try:
-        trial = copy.deepcopy(processor)
+        trial = _copied(processor)
     except Exception as error:
         raise _stateful(processor, f"it cannot be copied to find out whether it keeps state ({error})") from error
     scores = torch.linspace(-1.0, 1.0, vocab_size, device=ids.device).repeat(len(ids), 1)
     trial(ids, scores.clone())  # the first call may prepare tables
     second = trial(ids, scores.clone())
-    before = copy.deepcopy(_state(trial))
+    before = _snapshot(trial, {})
     third = trial(ids, scores.clone())
     if not torch.equal(second, third):
         raise _stateful(processor, "the same prompt gave other scores at the next call")
-    if not _same(before, _state(trial)):
+    if before != _snapshot(trial, {}):
         raise _stateful(processor, "its attributes change from call to call")
 
 
-def _state(processor: Any) -> dict[str, Any]:
+def _copied(processor: Any) -> Any:
+    """Copy a processor deeply; a function with the variables it closes over, which deepcopy would share."""
+    if not isinstance(processor, FunctionType):
+        return copy.deepcopy(processor)
+    cells = tuple(CellType(copy.deepcopy(cell.cell_contents)) for cell in processor.__closure__ or ())
+    defaults = copy.deepcopy(processor.__defaults__)
+    trial = FunctionType(processor.__code__, processor.__globals__, processor.__name__, defaults, cells)
+    trial.__kwdefaults__ = copy.deepcopy(processor.__kwdefaults__)
+    trial.__dict__.update(copy.deepcopy(processor.__dict__))
+    return trial
+
+
+def _snapshot(value: Any, seen: dict[int, Any]) -> Any:
+    """Return plain data that differs once anything that ``value`` holds has changed; ``seen`` stops at cycles."""
+    if isinstance(value, int | str | bytes | None | type | ModuleType):
+        return value
+    if isinstance(value, float | complex):
+        return repr(value)
+    if id(value) in seen:
+        return type(value)
+    seen[id(value)] = value
+    if isinstance(value, Tensor):
+        flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return tuple(value.shape), value.dtype, hash(flat.numpy().tobytes())
+    if isinstance(value, dict):
+        return {key: _snapshot(item, seen) for key, item in value.items()}
+    if isinstance(value, list | tuple | deque):
+        return [_snapshot(item, seen) for item in value]
+    if isinstance(value, set | frozenset):
+        return frozenset(value)
+    return type(value), [_snapshot(part, seen) for part in _parts(value)]
+
+
+def _parts(value: Any) -> list[Any]:
+    """Return all that an object keeps: attributes, slots, closed-over variables, the state of built-in types."""
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        return [cells, value.__defaults__, value.__kwdefaults__, value.__dict__]
+    if isinstance(value, MethodType):
+        return [value.__self__]
+    if isinstance(value, partial):
+        return [value.func, value.args, value.keywords]
+    parts: list[Any] = []
     try:
-        return vars(processor)
-    except TypeError:  # slots or a built-in type: nothing to compare
-        return {}
-
-
-def _same(left: Any, right: Any, depth: int = 4) -> bool:
-    """Compare two states; objects that define no equality are compared by their attributes, then taken as equal."""
-    if isinstance(left, Tensor) and isinstance(right, Tensor):
-        return left.shape == right.shape and torch.equal(left, right)
-    if type(left) is not type(right):
-        return False
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(_same(left[key], right[key], depth) for key in left)
-    if isinstance(left, list | tuple):
-        return len(left) == len(right) and all(_same(a, b, depth) for a, b in zip(left, right, strict=True))
-    if isinstance(left, int | float | str | bytes | bool | set | frozenset | None):
-        return bool(left == right)
-    return depth == 0 or _same(_state(left), _state(right), depth - 1)
+        parts.append(vars(value))
+    except TypeError:  # no attributes of its own: what pickle would keep, if it can
+        with suppress(Exception):
+            parts += [list(part) if isinstance(part, Iterator) else part for part in value.__reduce_ex__(2)[1:]]
+    members = [vars(kind).values() for kind in type(value).__mro__ if "__slots__" in vars(kind)]
+    for member in chain.from_iterable(members):
+        if isinstance(member, MemberDescriptorType):
+            with suppress(AttributeError):
+                parts.append(member.__get__(value, type(value)))
+    return parts

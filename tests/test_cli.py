@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from typer.testing import CliRunner, Result
 
 from hf_specgen.bench import exactness, methods, plots
+from hf_specgen.bench.compare import Divergence
 from hf_specgen.cli import main, writing
 from hf_specgen.generate import SpeculativeDecoding
 
@@ -302,6 +303,11 @@ def test_bench_demo_is_a_preset(target: str, monkeypatch: pytest.MonkeyPatch, tm
     assert [prompt["category"] for prompt in report["prompts"]] == ["summarization", "rag", "qa"]
     assert (report["settings"]["repeats"], report["settings"]["decoding"]["max_new_tokens"]) == (1, 2)
     assert "brings its own target" in refused("bench", "--demo", "--target", target)
+    assert "in float32, 2 new tokens: identical to plain greedy: 3/3" in fine("bench", *flags).stdout
+    assert "in float32" not in fine("bench", *flags, "--no-check-float32").stdout
+    wrong = exactness.GreedyReport(3, [("x-1", Divergence(0, 5, 6, 9.0, 9.0))], 1e-3)
+    monkeypatch.setattr(exactness, "check_greedy", lambda *rest: wrong)
+    assert call("bench", *flags).exit_code == 1
 
 
 # --- verify

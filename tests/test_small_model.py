@@ -1,1 +1,471 @@
-"""RESERVED: another worker is writing this file now (16:50); helper-4 keeps to test_families, test_cache, test_forward, test_cases_*, test_sampling."""
+"""SmallModel: its cache follows the text, its laws are the target's, its limits hold, and it never changes the text."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tiny import Watch, build, disturbed, ours, plain, prompts, texts_of, tiny
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    DynamicCache,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+)
+
+from hf_specgen import Costs, DenseQ, IncompatibleDrafter, Round, SmallModel, SpecGenError
+from hf_specgen.drafters.small_model import check_vocabularies
+
+RAGGED = [5, 17, 11, 24]
+CHEAP = Costs(slope=0.01, draft=0.05)
+
+
+class Follow(Watch):
+    """Keep every proposal beside the text it was made for, and look at the drafter's cache after every round."""
+
+    def begin(self, sequences) -> None:
+        super().begin(sequences)
+        self.sequences = sequences
+        self.made: list[tuple[list[list[int]], list[int], object]] = []
+        self.checked = 0
+
+    def propose(self, sequences):
+        texts, room = [list(tokens) for tokens in sequences.tokens], sequences.room
+        draft = super().propose(sequences)
+        self.made.append((texts, room, draft))
+        return draft
+
+    def drafts(self, row: int) -> list[tuple[list[int], list[int]]]:
+        """Return (text so far, drafted tokens) of every round of a row."""
+        return [
+            (texts[row], draft.tokens[row, : int(draft.n_valid[row])].tolist())
+            for texts, room, draft in self.made
+            if room[row] > 0
+        ]
+
+
+class CheckCache(Follow):
+    """Compare the drafter's keys and values with a fresh reading of the row, after every round."""
+
+    def observe(self, round: Round) -> None:
+        super().observe(round)
+        cached = self.inner._cached
+        for row, (tokens, length) in enumerate(zip(self.sequences.tokens, cached.lengths, strict=True)):
+            if self.sequences.finished[row]:
+                continue
+            assert length <= len(tokens) - 1, "the newest token is not the drafter's yet"
+            if length:
+                self.compare(cached, row, tokens[:length])
+
+    def compare(self, cached, row: int, tokens: list[int]) -> None:
+        fresh = DynamicCache()  # without the config: every layer keeps all of the text
+        name = cached._cache_name
+        with torch.no_grad():
+            self.inner.model(input_ids=torch.tensor([tokens]), use_cache=True, **{name: fresh})
+        for ours_, theirs in zip(cached.cache.layers, fresh.layers, strict=True):
+            capacity, window = ours_.group.capacity, ours_.group.window or len(tokens)
+            index = torch.arange(max(0, len(tokens) - window + 1 if ours_.group.window else 0), len(tokens))
+            for mine, true in ((ours_.keys, theirs.keys), (ours_.values, theirs.values)):
+                torch.testing.assert_close(mine[row, :, index % capacity], true[0, :, index], atol=1e-4, rtol=1e-4)
+                self.checked += len(index)
+
+
+def forms(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
+    """Return D+, D- and O of user_cases.md."""
+    return {"D+": disturbed(model), "D-": tiny(9, layers=1), "O": copy.deepcopy(model)}
+
+
+@pytest.mark.parametrize("lengths", [[12], [1], RAGGED, [3, 7, 12, 1]])
+def test_greedy_text_is_plain_with_any_small_model(lengths: list[int]) -> None:
+    model = tiny()
+    ids, mask = prompts(lengths)
+    expected = plain(model, ids, mask, max_new_tokens=40)
+    for name, drafter in forms(model).items():
+        watch = Watch(SmallModel(drafter, 5))
+        assert torch.equal(ours(model, watch, ids, mask, max_new_tokens=40), expected), name
+        assert watch.width == 5
+        assert name == "D-" or watch.longest >= 2
+        # the defaults, which may draft nothing at all
+        assert torch.equal(ours(model, SmallModel(drafter), ids, mask, max_new_tokens=40), expected), name
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "gemma3_text"])
+@pytest.mark.parametrize("lengths", [[12], RAGGED])
+@pytest.mark.parametrize("sample", [False, True])
+def test_cache_holds_what_a_fresh_reading_gives(family: str, lengths: list[int], sample: bool) -> None:
+    model = build(family)
+    ids, mask = prompts(lengths)
+    law = {"do_sample": True, "seed": 5, "temperature": 0.6} if sample else {}
+    watch = CheckCache(SmallModel(disturbed(model), 4, sample=sample))
+    result = ours(model, watch, ids, mask, **law)
+    assert watch.checked > 0
+    assert watch.longest >= 2
+    assert any(len(path) < count for r in watch.rounds for path, count in zip(r.paths, r.proposed, strict=True))
+    assert sample or torch.equal(result, plain(model, ids, mask))
+
+
+def test_cache_survives_rests_and_rows_that_draft_nothing() -> None:
+    model = tiny()
+    ids, mask = prompts(RAGGED)
+    for settings in ({"confidence": 0.5, "num_tokens": 4}, {"costs": Costs(slope=0.2, draft=0.2)}):
+        watch = CheckCache(SmallModel(disturbed(model, 0.1), **settings))
+        assert torch.equal(ours(model, watch, ids, mask), plain(model, ids, mask))
+        proposed = [count for round in watch.rounds for count in round.proposed]
+        assert 0 in proposed[4:] and max(proposed) > 0 and watch.checked > 0
+
+
+@pytest.mark.parametrize("k", [1, 3, 6])
+@pytest.mark.parametrize("lengths", [[length] for length in (1, 2, 3, 8, 15)] + [RAGGED, [1, 2, 3, 4]])
+def test_an_oracle_is_accepted_in_full(k: int, lengths: list[int]) -> None:
+    model = tiny()
+    ids, mask = prompts(lengths)
+    budget = 23
+    watch = Watch(SmallModel(copy.deepcopy(model), k))
+    result = ours(model, watch, ids, mask, max_new_tokens=budget)
+    assert torch.equal(result, plain(model, ids, mask, max_new_tokens=budget))
+    written = 1
+    for round in watch.rounds[1:]:
+        expected = min(k, budget - written - 1)
+        assert round.proposed == [expected] * len(lengths)
+        assert [len(path) for path in round.paths] == [expected] * len(lengths)
+        written += expected + 1
+    assert written == budget
+    assert len(watch.rounds) - 1 == -(-(budget - 1) // (k + 1))
+
+
+def widened(model: PreTrainedModel, size: int, boost: bool) -> PreTrainedModel:
+    """Copy a model into a larger padded vocabulary whose extra ids are as likely as others, or the likeliest."""
+    wide = tiny(vocab=size)
+    own = model.state_dict()
+    torch.manual_seed(4)
+    with torch.no_grad():
+        for name, value in wide.state_dict().items():
+            value[: own[name].shape[0]].copy_(own[name])
+        extra = wide.lm_head.weight[model.config.vocab_size :]
+        if boost:  # rows of +10 and of -10: one of the two is always far above the rest
+            extra.fill_(10.0)
+            extra[1::2] = -10.0
+    return wide
+
+
+@pytest.mark.parametrize("boost", [False, True])
+@pytest.mark.parametrize("larger", ["drafter", "target"])
+@pytest.mark.parametrize("rows", [[12], RAGGED])
+def test_padded_vocabularies(larger: str, boost: bool, rows: list[int]) -> None:
+    small = tiny()
+    wide = widened(small, 72, boost)
+    target, drafter = (small, wide) if larger == "drafter" else (wide, small)
+    ids, mask = prompts(rows)
+    seeded = {"do_sample": True, "seed": 3, "temperature": 0.4}
+    gumbel = {**seeded, "rule": "gumbel"}
+    for law, sample in (({}, False), ({}, True), (seeded, False), (gumbel, False), (gumbel, True)):
+        expected = ours(target, None, ids, mask, **law) if law else plain(target, ids, mask)
+        watch = Watch(SmallModel(drafter, 4, sample=sample))
+        assert torch.equal(ours(target, watch, ids, mask, **law), expected)
+        assert watch.drafted and max(watch.drafted) < 64
+        assert watch.longest >= 2 or (larger == "target" and boost)
+        if larger == "target" and boost:
+            assert int(expected.max()) >= 64, "the drafter read ids that it has no embedding for"
+
+
+def test_sampled_drafts_over_padded_vocabularies_carry_a_law_on_the_targets_ids() -> None:
+    small = tiny()
+    wide = widened(small, 72, True)
+    ids, _ = prompts([12])
+    for target, drafter in ((small, wide), (wide, small)):
+        watch = Watch(SmallModel(drafter, 4, sample=True))
+        ours(target, watch, ids, do_sample=True, seed=1)
+        laws = [round.draft.q.logits for round in watch.rounds[1:] if round.draft.width]
+        assert laws and all(law.shape[-1] == target.config.vocab_size for law in laws)
+        assert all(torch.isneginf(law[..., 64:]).all() for law in laws)
+        assert max(watch.drafted) < 64
+
+
+def positions_seen(model: PreTrainedModel) -> list[int]:
+    """Note the largest position of every forward of a model."""
+    seen: list[int] = []
+
+    def look(module, args, kwargs) -> None:
+        seen.append(int(kwargs["position_ids"].max()))
+
+    model.register_forward_pre_hook(look, with_kwargs=True)
+    return seen
+
+
+def short_sighted(model: PreTrainedModel, limit: int) -> PreTrainedModel:
+    """Copy a GPT-2 with only the first ``limit`` learned positions."""
+    short = build("gpt2", n_positions=limit, max_position_embeddings=limit)
+    short.load_state_dict(
+        {k: v[:limit] if k.endswith("wpe.weight") else v for k, v in model.state_dict().items()}, strict=True
+    )
+    return short
+
+
+@pytest.mark.parametrize("lengths", [[12], [40], [31], [32], [33], [5, 40, 20, 31], [40, 45]])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_context_limit_of_learned_positions(family: str, lengths: list[int]) -> None:
+    model = build(family)
+    drafter = short_sighted(build("gpt2"), 32)
+    assert drafter.transformer.wpe.weight.shape[0] == 32
+    seen = positions_seen(drafter)
+    ids, mask = prompts(lengths)
+    watch = Follow(SmallModel(drafter, 4))
+    result = ours(model, watch, ids, mask, max_new_tokens=36)
+    assert torch.equal(result, plain(model, ids, mask, max_new_tokens=36))
+    assert max(seen, default=0) <= 31
+    for row, length in enumerate(lengths):
+        drafts = watch.drafts(row)
+        assert all(not drafted for text, drafted in drafts if len(text) >= 32), "nothing is drafted past the limit"
+        assert any(len(text) >= 32 for text, _ in drafts)
+        assert all(drafted for text, drafted in drafts if len(text) < 32)
+        assert all(len(text) + len(drafted) <= 33 for text, drafted in drafts if drafted)
+    assert watch.longest >= 2 or family == "llama" or min(lengths) >= 29
+
+
+def drafter_law(model: PreTrainedModel, text: list[int], size: int, processors: LogitsProcessorList) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([text]), use_cache=False).logits[:, -1, :size].float()
+    return torch.softmax(processors(torch.tensor([text]), logits), -1)[0]
+
+
+LAW = {"do_sample": True, "temperature": 0.7, "top_k": 12, "repetition_penalty": 1.3, "top_p": 1.0}
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block", "gumbel"])
+@pytest.mark.parametrize("lengths", [[12], [7, 12, 12, 9]])
+def test_sampling_under_the_targets_processors(rule: str, lengths: list[int]) -> None:
+    model = tiny()
+    drafter = disturbed(model)
+    processors = LogitsProcessorList(
+        [RepetitionPenaltyLogitsProcessor(1.3), TemperatureLogitsWarper(0.7), TopKLogitsWarper(12)]
+    )
+    ids, mask = prompts(lengths)
+    watch = Follow(SmallModel(drafter, 4, sample=True))
+    result = ours(model, watch, ids, mask, seed=2, rule=rule, **LAW)
+    assert watch.longest >= 2
+    unlike_best = 0
+    for texts, room, draft in watch.made:
+        assert (draft.q is None) == (rule == "gumbel" or draft.width == 0)
+        for row, text in enumerate(texts):
+            count = int(draft.n_valid[row]) if room[row] else 0
+            for depth in range(count):
+                prefix = ids[row, : ids.shape[1] - lengths[row]].tolist() + text + draft.tokens[row, :depth].tolist()
+                if lengths[row] < max(lengths):  # pads count as history for stock processors; the model never sees them
+                    law = drafter_law_padded(drafter, prefix, ids.shape[1] - lengths[row], processors)
+                else:
+                    law = drafter_law(drafter, prefix, 64, processors)
+                token = int(draft.tokens[row, depth])
+                assert law[token] > 0
+                unlike_best += token != int(law.argmax())
+                if isinstance(draft.q, DenseQ):
+                    own = torch.softmax(draft.q.logits[row, depth].float(), -1)
+                    torch.testing.assert_close(own, law, atol=1e-4, rtol=1e-3)
+    assert unlike_best > 5, "the drafter took its best token every time: it does not sample"
+    if rule == "gumbel":
+        assert torch.equal(result, ours(model, None, ids, mask, seed=2, rule=rule, **LAW))
+
+
+def drafter_law_padded(
+    model: PreTrainedModel, padded: list[int], pads: int, processors: LogitsProcessorList
+) -> torch.Tensor:
+    """Let the model read the real tokens and the processors the padded ones, as plain ``generate()`` does."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([padded[pads:]]), use_cache=False).logits[:, -1].float()
+    return torch.softmax(processors(torch.tensor([padded]), logits), -1)[0]
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block", "gumbel"])
+def test_sampling_drafter_under_a_greedy_target_takes_its_best(rule: str) -> None:
+    model = tiny()
+    drafter = disturbed(model)
+    ids, mask = prompts(RAGGED)
+    watch = Follow(SmallModel(drafter, 4, sample=True))
+    assert torch.equal(ours(model, watch, ids, mask, rule=rule), plain(model, ids, mask))
+    assert watch.longest >= 2
+    for row in range(4):
+        for text, drafted in watch.drafts(row):
+            for depth, token in enumerate(drafted):
+                law = drafter_law(drafter, text + drafted[:depth], 64, LogitsProcessorList())
+                assert token == int(law.argmax())
+    assert all(round.draft.q is None for round in watch.rounds)
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("where", ["drafter", "call", "drafter's generation config"])
+def test_confidence_stops_before_the_unsure_token(sample: bool, where: str) -> None:
+    model, threshold = tiny(), 0.35
+    drafter = disturbed(model, 0.1)
+    ids, mask = prompts(RAGGED)
+    law = {"do_sample": True, "seed": 4, "temperature": 1.0, "top_k": 0} if sample else {}
+    own = {"confidence": threshold} if where == "drafter" else {}
+    call = {"assistant_confidence_threshold": threshold} if where == "call" else {}
+    if where.endswith("config"):
+        drafter.generation_config.assistant_confidence_threshold = threshold
+    watch = Follow(SmallModel(drafter, 5, sample=sample, **own))
+    result = ours(model, watch, ids, mask, **law, **call)
+    assert sample or torch.equal(result, plain(model, ids, mask))
+    lengths = set()
+    for row in range(4):
+        for text, drafted in watch.drafts(row):
+            room = ids.shape[1] + 32 - len(text) - (ids.shape[1] - RAGGED[row]) - 1
+            sure = [float(drafter_law(drafter, text + drafted[:d], 64, LogitsProcessorList()).max()) for d in range(5)]
+            assert all(best >= threshold for best in sure[: len(drafted)])
+            if len(drafted) < min(5, room):
+                stop = drafter_law(drafter, text + drafted, 64, LogitsProcessorList()).max()
+                assert stop < threshold, "it stopped for another reason than its own doubt"
+            lengths.add(len(drafted))
+    assert {0, 5} < lengths, "some drafts were cut and some were not"
+
+
+class Fickle(Watch):
+    """Count how much is asked for; the drafter's own model is wrong while ``wrong`` is set."""
+
+    def __init__(self, model: PreTrainedModel, right_after: int) -> None:
+        oracle = copy.deepcopy(model)
+        super().__init__(SmallModel(oracle, costs=CHEAP))
+        self.right_after = right_after
+        self.forwards = 0
+        oracle.lm_head.register_forward_hook(self.spoil)
+        oracle.register_forward_pre_hook(self.count)
+
+    def spoil(self, module, args, output):
+        return output if min(self.sequences.new) >= self.right_after else output.roll(1, -1)
+
+    def count(self, module, args) -> None:
+        self.forwards += 1
+
+    def begin(self, sequences) -> None:
+        self.sequences = sequences
+        super().begin(sequences)
+
+
+@pytest.mark.parametrize("lengths", [[12], RAGGED])
+def test_a_drafter_that_is_never_right_rests(lengths: list[int]) -> None:
+    model = tiny()
+    ids, mask = prompts(lengths)
+    watch = Fickle(model, 10_000)
+    result = ours(model, watch, ids, mask, max_new_tokens=200)
+    assert torch.equal(result, plain(model, ids, mask, max_new_tokens=200))
+    proposed = [sum(round.proposed) for round in watch.rounds]
+    assert sum(proposed[:20]) > 0
+    assert sum(proposed[-150:]) <= 8 * len(lengths), "almost nothing is asked for"
+    assert watch.forwards < 40
+
+
+@pytest.mark.parametrize("lengths", [[12], RAGGED])
+def test_a_drafter_that_becomes_right_comes_back(lengths: list[int]) -> None:
+    model = tiny()
+    ids, mask = prompts(lengths)
+    watch = Fickle(model, 60)
+    result = ours(model, watch, ids, mask, max_new_tokens=400)
+    assert torch.equal(result, plain(model, ids, mask, max_new_tokens=400))
+    proposed = [max(round.proposed) for round in watch.rounds]
+    assert 0 in proposed[20:60]
+    assert proposed[-5:-2] == [8] * 3, "full drafts again at the end"
+    assert len(watch.rounds) < 60 + 200
+
+
+def tokenizer_of(words: list[str]) -> PreTrainedTokenizerFast:
+    model = WordLevel({word: place for place, word in enumerate(words)}, unk_token=words[0])
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), unk_token=words[0])
+
+
+WORDS = [f"w{place}" for place in range(64)]
+
+
+def test_vocabularies() -> None:
+    target = tokenizer_of(WORDS)
+    check_vocabularies(target, target)
+    check_vocabularies(target, tokenizer_of(WORDS))
+    check_vocabularies(target, tokenizer_of([*WORDS, "more", "and more"]))
+    check_vocabularies(target, tokenizer_of(WORDS[:50]))
+    swapped = [*WORDS]
+    swapped[7], swapped[31] = swapped[31], swapped[7]
+    with pytest.raises(IncompatibleDrafter, match=r"id 7 is 'w7' for the target and 'w31' for the drafter"):
+        check_vocabularies(target, tokenizer_of(swapped))
+    with pytest.raises(IncompatibleDrafter, match="id 0 "):
+        check_vocabularies(target, tokenizer_of([f"v{place}" for place in range(64)]))
+
+
+def test_vocabularies_are_compared_before_any_token() -> None:
+    model = tiny()
+    ids, _ = prompts([12])
+    swapped = [WORDS[0], WORDS[2], WORDS[1], *WORDS[3:]]
+    forwards: list[int] = []
+    model.register_forward_pre_hook(lambda *args: forwards.append(1))
+    from hf_specgen import SpeculativeDecoding
+
+    def call(words: list[str]):
+        drafter = SmallModel(disturbed(model), 3, tokenizer=tokenizer_of(words))
+        loop = SpeculativeDecoding(drafter, tokenizer=tokenizer_of(WORDS))
+        return plain(model, ids, custom_generate=loop)
+
+    with pytest.raises(IncompatibleDrafter, match="id 1 "):
+        call(swapped)
+    assert not forwards
+    assert call(WORDS).speculation.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("rows", [[12], RAGGED])
+def test_drafter_in_another_dtype(rows: list[int]) -> None:
+    model = tiny()
+    drafter = copy.deepcopy(model).to(torch.bfloat16)
+    ids, mask = prompts(rows)
+    for sample in (False, True):
+        watch = Watch(SmallModel(drafter, 4, sample=sample))
+        assert torch.equal(ours(model, watch, ids, mask), plain(model, ids, mask))
+        assert watch.longest >= 3
+        law = {"do_sample": True, "seed": 1, "temperature": 0.5, "rule": "gumbel"}
+        assert torch.equal(ours(model, watch, ids, mask, **law), ours(model, None, ids, mask, **law))
+    assert drafter.dtype == torch.bfloat16
+
+
+def test_used_again_and_for_another_target_it_starts_clean() -> None:
+    first, second = tiny(), tiny(5)
+    drafter = SmallModel(copy.deepcopy(first), 4)
+    watch = Watch(drafter)
+    for lengths, model in (([12], first), (RAGGED, first), ([9, 3], second), ([12], first)):
+        ids, mask = prompts(lengths)
+        result = ours(model, watch, ids, mask)
+        assert torch.equal(result, plain(model, ids, mask))
+        fresh = ours(model, SmallModel(copy.deepcopy(first), 4), ids, mask).speculation
+        assert result.speculation.total == fresh.total, "what it learned in an earlier call leaks into this one"
+        assert (watch.longest == 4) == (model is first)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_target_drafts_for_itself(sampled: bool) -> None:
+    model = build("mistral")
+    ids, mask = prompts(RAGGED)
+    law = {"do_sample": True, "seed": 6, "temperature": 0.5} if sampled else {}
+    watch = Watch(SmallModel(model, 3, sample=False))
+    expected = ours(model, None, ids, mask, **law) if sampled else plain(model, ids, mask)
+    assert torch.equal(ours(model, watch, ids, mask, **law), expected)
+    assert watch.longest == 3
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("number", [0, -1])
+def test_draft_length_below_one_is_refused(number: int) -> None:
+    model = tiny()
+    ids, _ = prompts([12])
+    with pytest.raises(SpecGenError, match="num_assistant_tokens"):
+        ours(model, SmallModel(disturbed(model)), ids, num_assistant_tokens=number)
+    with pytest.raises(SpecGenError, match="num_assistant_tokens"):
+        ours(model, SmallModel(disturbed(model), number), ids)
+
+
+def test_models_without_rows_of_their_own_are_refused_as_drafters() -> None:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    model = tiny()
+    ids, _ = prompts([12])
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4))
+    with pytest.raises(SpecGenError, match="Mamba"):
+        ours(model, SmallModel(mamba, 3), ids)

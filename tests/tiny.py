@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import string
 
 import torch
 import transformers
@@ -304,7 +305,7 @@ def letters(vocab: int = 64) -> transformers.PreTrainedTokenizerFast:
     """Build a tokenizer of one character a token."""
     from tokenizers import Tokenizer, decoders, models
 
-    symbols = [chr(0x100 + index) for index in range(vocab)]
+    symbols = (string.ascii_letters + string.digits + "+/")[:vocab]
     core = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=[]))
     core.decoder = decoders.Fuse()
     return transformers.PreTrainedTokenizerFast(tokenizer_object=core)

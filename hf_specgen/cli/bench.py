@@ -118,7 +118,7 @@ def _check_float32(session: Session, prompts: list[Prompt], settings: Settings) 
 
     model = session.model.float()  # the command ends here: nothing reads the old weights again
     tokens = min(FLOAT32_TOKENS, settings.decoding.max_new_tokens)
-    chosen = select(prompts, None, FLOAT32_PROMPTS)
+    chosen = select(prompts, limit=FLOAT32_PROMPTS)
     short = replace(settings, decoding=Decoding(tokens), batch_size=1, repeats=1, warmup=0)
     with progress_bar("comparing in float32") as progress:
         found = check_greedy(
