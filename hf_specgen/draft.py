@@ -149,26 +149,38 @@ class Round:
 
     @cached_property
     def host(self) -> list[list[int]]:
-        """Return per row ``[invalid, proposed, n, next, path..., path's tokens...]`` (the round's one device read)."""
+        """Return per row ``[invalid, proposed, reached, n, next, path..., path's tokens...]``: the one device read."""
         verdict, draft = self.verdict, self.draft
-        columns = [verdict.invalid.long(), draft.n_valid, verdict.n, verdict.next]
+        columns = [verdict.invalid.long(), draft.n_valid, self._depths(), verdict.n, verdict.next]
         block = [torch.stack(columns, 1), verdict.path]
         if draft.width:
             block.append(draft.tokens.gather(1, verdict.path.clamp(0, draft.width - 1)))
         return torch.cat(block, 1).tolist()
 
+    def _depths(self) -> Tensor:
+        draft = self.draft
+        if draft.tree.is_chain or not draft.width:
+            return draft.n_valid
+        counts = torch.arange(draft.width, device=draft.tokens.device) < draft.n_valid[:, None]
+        return (draft.tree.depth[:, 1:] * counts).amax(1)
+
     @cached_property
     def paths(self) -> list[list[int]]:
         """Return each row's accepted node indices."""
-        return [row[4 : 4 + row[2]] for row in self.host]
+        return [row[5 : 5 + row[3]] for row in self.host]
 
     @cached_property
     def emitted(self) -> list[list[int]]:
         """Return each row's new tokens: the accepted ones, then the correction or bonus token."""
         depth = self.verdict.path.shape[1]
-        return [[*row[4 + depth : 4 + depth + row[2]], row[3]] for row in self.host]
+        return [[*row[5 + depth : 5 + depth + row[3]], row[4]] for row in self.host]
 
     @cached_property
     def proposed(self) -> list[int]:
         """Return how many nodes each row proposed."""
         return [row[1] for row in self.host]
+
+    @cached_property
+    def reached(self) -> list[int]:
+        """Return how deep each row's proposed nodes reach."""
+        return [row[2] for row in self.host]

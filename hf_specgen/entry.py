@@ -72,6 +72,11 @@ def route(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         loop = SpeculativeDecoding(drafter)
     if not isinstance(loop, SpeculativeDecoding):
         return plain(*args, **kwargs)
+    if call.get("assistant_tokenizer") is not None:
+        raise IncompatibleDrafter(
+            "assistant_tokenizer= was given: a drafter must use the target's own tokens. Use a drafter of the target's "
+            "family without assistant_tokenizer=, or disable(model) for transformers' own universal assisted decoding."
+        )
     if call.pop("synced_gpus", None):
         raise SpecGenError(
             "synced_gpus=True: ranks would need equal numbers of rounds. Use plain generate() on sharded models."
@@ -103,13 +108,6 @@ def _drafter(plain: Callable[..., Any], call: dict[str, Any]) -> Drafter | None:
     if isinstance(given, Drafter):
         return given
     if isinstance(given, PreTrainedModel):
-        if call.get("assistant_tokenizer") is not None:
-            raise IncompatibleDrafter(
-                "assistant_tokenizer= was given: a drafter must use the target's own tokens. Use a drafter of the "
-                "target's "
-                "family without assistant_tokenizer=, or disable(model) for transformers' own universal assisted "
-                "decoding."
-            )
         return SmallModel(given)
     count = _setting(plain, call, "prompt_lookup_num_tokens")
     if given is None and count is not None:

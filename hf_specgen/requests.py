@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,8 +11,10 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
+from hf_specgen.cache import layer_kinds
 from hf_specgen.costs import Costs
 from hf_specgen.errors import SpecGenError
+from hf_specgen.forward import check_arguments
 from hf_specgen.sequences import DraftRequest, OnTokens, Sequences, Stops
 from hf_specgen.verify import RULES
 from hf_specgen.warp import Warp
@@ -100,6 +103,8 @@ def check_request(model: PreTrainedModel, config: GenerationConfig, inputs: dict
 
     Raises: ``SpecGenError`` saying what was given, what is required and what to do.
     """
+    check_arguments(model, inspect.signature(type(model).forward).parameters)
+    layer_kinds(model.config)  # the model first: a recurrent cache or an encoder's output is no wish of the caller
     settings = config.to_dict()
     beams = settings.get("num_beams") or 1
     if beams > 1:
@@ -126,10 +131,10 @@ def _check_inputs(inputs: dict[str, Any]) -> None:
         cache = inputs.get(name)
         # generate() marks a caller's cache; one that it made itself is empty and ignored
         if cache is not None and ("_is_user_defined" in vars(cache) or cache.get_seq_length() > 0):
+            given = "cache= (past_key_values=)" if name == "cache" else f"{name}="
             raise SpecGenError(
-                f"{name}= was given: the prompt must be read by our own cache, whose rows have their own lengths. "
-                "Pass the "
-                "whole prompt as input_ids and leave the cache out."
+                f"{given} was given: the prompt must be read by our own cache, whose rows have their own lengths. "
+                "Pass the whole prompt as input_ids and leave the cache out."
             )
     if inputs.get("inputs_embeds") is not None:
         raise SpecGenError("inputs_embeds= was given: drafters read token ids. Pass the prompt as input_ids.")

@@ -89,12 +89,9 @@ class AcceptanceStats:
     def add(self, round: Round, active: list[bool]) -> None:
         """Count one verified round for the rows that were still unfinished when it began."""
         self.num_forwards += 1
-        tree = round.draft.tree
         for row, path in enumerate(round.paths):
             if active[row]:
-                proposed = round.proposed[row]
-                deepest = proposed if tree.is_chain else min(tree.max_depth, proposed)
-                self.rows[row].add(deepest, proposed, len(path))
+                self.rows[row].add(round.reached[row], round.proposed[row], len(path))
 
     @property
     def total(self) -> RowStats:

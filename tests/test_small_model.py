@@ -6,12 +6,14 @@ import copy
 
 import pytest
 import torch
-from tiny import Watch, build, disturbed, ours, plain, prompts, texts_of, tiny
+from tiny import Watch, build, disturbed, ours, plain, prompts, tiny
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
     DynamicCache,
     LogitsProcessorList,
+    MambaConfig,
+    MambaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     RepetitionPenaltyLogitsProcessor,
@@ -19,7 +21,7 @@ from transformers import (
     TopKLogitsWarper,
 )
 
-from hf_specgen import Costs, DenseQ, IncompatibleDrafter, Round, SmallModel, SpecGenError
+from hf_specgen import Costs, DenseQ, IncompatibleDrafter, Round, SmallModel, SpecGenError, SpeculativeDecoding
 from hf_specgen.drafters.small_model import check_vocabularies
 
 RAGGED = [5, 17, 11, 24]
@@ -156,12 +158,11 @@ def widened(model: PreTrainedModel, size: int, boost: bool) -> PreTrainedModel:
 
 @pytest.mark.parametrize("boost", [False, True])
 @pytest.mark.parametrize("larger", ["drafter", "target"])
-@pytest.mark.parametrize("rows", [[12], RAGGED])
-def test_padded_vocabularies(larger: str, boost: bool, rows: list[int]) -> None:
+def test_padded_vocabularies(larger: str, boost: bool) -> None:
     small = tiny()
     wide = widened(small, 72, boost)
     target, drafter = (small, wide) if larger == "drafter" else (wide, small)
-    ids, mask = prompts(rows)
+    ids, mask = prompts(RAGGED)
     seeded = {"do_sample": True, "seed": 3, "temperature": 0.4}
     gumbel = {**seeded, "rule": "gumbel"}
     for law, sample in (({}, False), ({}, True), (seeded, False), (gumbel, False), (gumbel, True)):
@@ -219,7 +220,7 @@ def test_context_limit_of_learned_positions(family: str, lengths: list[int]) -> 
     result = ours(model, watch, ids, mask, max_new_tokens=36)
     assert torch.equal(result, plain(model, ids, mask, max_new_tokens=36))
     assert max(seen, default=0) <= 31
-    for row, length in enumerate(lengths):
+    for row in range(len(lengths)):
         drafts = watch.drafts(row)
         assert all(not drafted for text, drafted in drafts if len(text) >= 32), "nothing is drafted past the limit"
         assert any(len(text) >= 32 for text, _ in drafts)
@@ -228,10 +229,11 @@ def test_context_limit_of_learned_positions(family: str, lengths: list[int]) -> 
     assert watch.longest >= 2 or family == "llama" or min(lengths) >= 29
 
 
-def drafter_law(model: PreTrainedModel, text: list[int], size: int, processors: LogitsProcessorList) -> torch.Tensor:
+def drafter_law(model: PreTrainedModel, text: list[int], processors: LogitsProcessorList) -> torch.Tensor:
+    """Compute a small model's law after a row's real tokens."""
+    ids = torch.tensor([text])
     with torch.no_grad():
-        logits = model(input_ids=torch.tensor([text]), use_cache=False).logits[:, -1, :size].float()
-    return torch.softmax(processors(torch.tensor([text]), logits), -1)[0]
+        return torch.softmax(processors(ids, model(input_ids=ids, use_cache=False).logits[:, -1].float()), -1)[0]
 
 
 LAW = {"do_sample": True, "temperature": 0.7, "top_k": 12, "repetition_penalty": 1.3, "top_p": 1.0}
@@ -246,6 +248,7 @@ def test_sampling_under_the_targets_processors(rule: str, lengths: list[int]) ->
         [RepetitionPenaltyLogitsProcessor(1.3), TemperatureLogitsWarper(0.7), TopKLogitsWarper(12)]
     )
     ids, mask = prompts(lengths)
+    ids = torch.where(mask.bool(), ids, ids[:, -1:])  # releases differ in whether padding counts as repeated
     watch = Follow(SmallModel(drafter, 4, sample=True))
     result = ours(model, watch, ids, mask, seed=2, rule=rule, **LAW)
     assert watch.longest >= 2
@@ -255,11 +258,7 @@ def test_sampling_under_the_targets_processors(rule: str, lengths: list[int]) ->
         for row, text in enumerate(texts):
             count = int(draft.n_valid[row]) if room[row] else 0
             for depth in range(count):
-                prefix = ids[row, : ids.shape[1] - lengths[row]].tolist() + text + draft.tokens[row, :depth].tolist()
-                if lengths[row] < max(lengths):  # pads count as history for stock processors; the model never sees them
-                    law = drafter_law_padded(drafter, prefix, ids.shape[1] - lengths[row], processors)
-                else:
-                    law = drafter_law(drafter, prefix, 64, processors)
+                law = drafter_law(drafter, text + draft.tokens[row, :depth].tolist(), processors)
                 token = int(draft.tokens[row, depth])
                 assert law[token] > 0
                 unlike_best += token != int(law.argmax())
@@ -269,15 +268,6 @@ def test_sampling_under_the_targets_processors(rule: str, lengths: list[int]) ->
     assert unlike_best > 5, "the drafter took its best token every time: it does not sample"
     if rule == "gumbel":
         assert torch.equal(result, ours(model, None, ids, mask, seed=2, rule=rule, **LAW))
-
-
-def drafter_law_padded(
-    model: PreTrainedModel, padded: list[int], pads: int, processors: LogitsProcessorList
-) -> torch.Tensor:
-    """Let the model read the real tokens and the processors the padded ones, as plain ``generate()`` does."""
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([padded[pads:]]), use_cache=False).logits[:, -1].float()
-    return torch.softmax(processors(torch.tensor([padded]), logits), -1)[0]
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block", "gumbel"])
@@ -291,7 +281,7 @@ def test_sampling_drafter_under_a_greedy_target_takes_its_best(rule: str) -> Non
     for row in range(4):
         for text, drafted in watch.drafts(row):
             for depth, token in enumerate(drafted):
-                law = drafter_law(drafter, text + drafted[:depth], 64, LogitsProcessorList())
+                law = drafter_law(drafter, text + drafted[:depth], LogitsProcessorList())
                 assert token == int(law.argmax())
     assert all(round.draft.q is None for round in watch.rounds)
 
@@ -299,28 +289,28 @@ def test_sampling_drafter_under_a_greedy_target_takes_its_best(rule: str) -> Non
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("where", ["drafter", "call", "drafter's generation config"])
 def test_confidence_stops_before_the_unsure_token(sample: bool, where: str) -> None:
-    model, threshold = tiny(), 0.35
+    model, threshold = tiny(), 0.5 if sample else 0.3
     drafter = disturbed(model, 0.1)
     ids, mask = prompts(RAGGED)
-    law = {"do_sample": True, "seed": 4, "temperature": 1.0, "top_k": 0} if sample else {}
+    law = {"do_sample": True, "seed": 4, "temperature": 0.4, "top_k": 0} if sample else {}
+    processors = LogitsProcessorList([TemperatureLogitsWarper(0.4)] if sample else [])
     own = {"confidence": threshold} if where == "drafter" else {}
     call = {"assistant_confidence_threshold": threshold} if where == "call" else {}
     if where.endswith("config"):
         drafter.generation_config.assistant_confidence_threshold = threshold
-    watch = Follow(SmallModel(drafter, 5, sample=sample, **own))
-    result = ours(model, watch, ids, mask, **law, **call)
-    assert sample or torch.equal(result, plain(model, ids, mask))
+    watch = Follow(SmallModel(drafter, 4, sample=sample, **own))
+    result = ours(model, watch, ids, mask, max_new_tokens=40, **law, **call)
+    assert sample or torch.equal(result, plain(model, ids, mask, max_new_tokens=40))
+    assert watch.longest >= 2
     lengths = set()
-    for row in range(4):
+    for row, length in enumerate(RAGGED):
         for text, drafted in watch.drafts(row):
-            room = ids.shape[1] + 32 - len(text) - (ids.shape[1] - RAGGED[row]) - 1
-            sure = [float(drafter_law(drafter, text + drafted[:d], 64, LogitsProcessorList()).max()) for d in range(5)]
-            assert all(best >= threshold for best in sure[: len(drafted)])
-            if len(drafted) < min(5, room):
-                stop = drafter_law(drafter, text + drafted, 64, LogitsProcessorList()).max()
-                assert stop < threshold, "it stopped for another reason than its own doubt"
+            bests = [float(drafter_law(drafter, text + drafted[:d], processors).max()) for d in range(len(drafted) + 1)]
+            assert min(bests[:-1], default=1.0) >= threshold
+            if len(drafted) < min(4, length + 40 - len(text) - 1):
+                assert bests[-1] < threshold, "it stopped for another reason than its own doubt"
             lengths.add(len(drafted))
-    assert {0, 5} < lengths, "some drafts were cut and some were not"
+    assert {0, 4} < lengths, "some drafts were cut and some were not"
 
 
 class Fickle(Watch):
@@ -355,7 +345,9 @@ def test_a_drafter_that_is_never_right_rests(lengths: list[int]) -> None:
     proposed = [sum(round.proposed) for round in watch.rounds]
     assert sum(proposed[:20]) > 0
     assert sum(proposed[-150:]) <= 8 * len(lengths), "almost nothing is asked for"
-    assert watch.forwards < 40
+    extra = CHEAP.draft * watch.forwards
+    extra += sum(CHEAP.forward(len(lengths), r.draft.width) / CHEAP.forward(len(lengths), 0) - 1 for r in watch.rounds)
+    assert extra < 0.03 * 200, "finding out costs more than 3 % of plain decoding"
 
 
 @pytest.mark.parametrize("lengths", [[12], RAGGED])
@@ -363,12 +355,13 @@ def test_a_drafter_that_becomes_right_comes_back(lengths: list[int]) -> None:
     model = tiny()
     ids, mask = prompts(lengths)
     watch = Fickle(model, 60)
-    result = ours(model, watch, ids, mask, max_new_tokens=400)
-    assert torch.equal(result, plain(model, ids, mask, max_new_tokens=400))
+    result = ours(model, watch, ids, mask, max_new_tokens=300)
+    assert torch.equal(result, plain(model, ids, mask, max_new_tokens=300))
     proposed = [max(round.proposed) for round in watch.rounds]
     assert 0 in proposed[20:60]
     assert proposed[-5:-2] == [8] * 3, "full drafts again at the end"
-    assert len(watch.rounds) < 60 + 200
+    # a rest lasts at most as long as all rounds before it, and the first trial that goes well ends it
+    assert len(watch.rounds) < 2 * 60 + 240 / 8
 
 
 def tokenizer_of(words: list[str]) -> PreTrainedTokenizerFast:
@@ -389,8 +382,6 @@ def test_vocabularies() -> None:
     swapped[7], swapped[31] = swapped[31], swapped[7]
     with pytest.raises(IncompatibleDrafter, match=r"id 7 is 'w7' for the target and 'w31' for the drafter"):
         check_vocabularies(target, tokenizer_of(swapped))
-    with pytest.raises(IncompatibleDrafter, match="id 0 "):
-        check_vocabularies(target, tokenizer_of([f"v{place}" for place in range(64)]))
 
 
 def test_vocabularies_are_compared_before_any_token() -> None:
@@ -399,7 +390,6 @@ def test_vocabularies_are_compared_before_any_token() -> None:
     swapped = [WORDS[0], WORDS[2], WORDS[1], *WORDS[3:]]
     forwards: list[int] = []
     model.register_forward_pre_hook(lambda *args: forwards.append(1))
-    from hf_specgen import SpeculativeDecoding
 
     def call(words: list[str]):
         drafter = SmallModel(disturbed(model), 3, tokenizer=tokenizer_of(words))
@@ -455,15 +445,12 @@ def test_target_drafts_for_itself(sampled: bool) -> None:
 def test_draft_length_below_one_is_refused(number: int) -> None:
     model = tiny()
     ids, _ = prompts([12])
-    with pytest.raises(SpecGenError, match="num_assistant_tokens"):
-        ours(model, SmallModel(disturbed(model)), ids, num_assistant_tokens=number)
-    with pytest.raises(SpecGenError, match="num_assistant_tokens"):
-        ours(model, SmallModel(disturbed(model), number), ids)
+    for own, asked in ((None, number), (number, None)):
+        with pytest.raises(SpecGenError, match="num_assistant_tokens"):
+            ours(model, SmallModel(disturbed(model), own), ids, num_assistant_tokens=asked)
 
 
 def test_models_without_rows_of_their_own_are_refused_as_drafters() -> None:
-    from transformers import MambaConfig, MambaForCausalLM
-
     model = tiny()
     ids, _ = prompts([12])
     mamba = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import deque
 from functools import partial
 
@@ -133,6 +134,8 @@ MAKERS = {
     "encoder n-gram": ("text", lambda: hf.EncoderNoRepeatNGramLogitsProcessor(2, ENCODED)),
     "constrained": ("text", lambda: hf.PrefixConstrainedLogitsProcessor(allowed, 1)),
 }
+if "Tensor" not in str(inspect.signature(hf.RepetitionPenaltyLogitsProcessor)):  # older transformers: no padding a row
+    del MAKERS["repetition, padding ignored"]
 EVERY_CLASS = {
     kind.__name__: kind
     for kind in vars(hf).values()

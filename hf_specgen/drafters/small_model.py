@@ -56,7 +56,8 @@ class SmallModel(Drafter):
         costs = self.costs or replace(sequences.costs, draft=max(0.03, size / max(1, sequences.target_size)))
         own, asked = self.model.generation_config, sequences.request
         request = replace(asked, schedule=asked.schedule or own.num_assistant_tokens_schedule)
-        self._length = DraftLength.choose(request, self.num_tokens or own.num_assistant_tokens, 8, costs)
+        number = self.num_tokens if self.num_tokens is not None else own.num_assistant_tokens
+        self._length = DraftLength.choose(request, number, 8, costs)
         self._length.begin(rows)
         settings = (asked.confidence, self.confidence, own.assistant_confidence_threshold)
         self._confidence = next((value for value in settings if value is not None), 0.0)
@@ -99,6 +100,9 @@ class SmallModel(Drafter):
         for proposed, path in zip(round.proposed, round.paths, strict=True):
             if proposed:
                 self._rate.observe(len(path), min(proposed, len(path) + 1))
+        tried, right = sum(round.proposed), sum(map(len, round.paths))
+        if self._rest > 0 and tried and 2 * right >= tried:  # a trial went well: try again at once, at the same pause
+            self._rest, self._pause = 0, self._pause // 2
 
     def _wanted(self, sequences: Sequences) -> list[int]:
         """Return each row's draft length: within its budget, the drafter's context, and what pays."""
