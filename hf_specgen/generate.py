@@ -111,8 +111,6 @@ class SpeculativeDecoding:
         target = Target(
             model, sequences, self.drafter.hidden_layers, log.hidden is not None, generation_config.prefill_chunk_size
         )
-        if self.streamer is not None:
-            self.streamer.put(input_ids.cpu())
         stats = self._run(target, sequences, log)
         if self.streamer is not None:
             self.streamer.end()
@@ -127,6 +125,8 @@ class SpeculativeDecoding:
         clock = _Clock()
         self.drafter.begin(sequences)
         stats.draft_seconds += clock.lap()
+        if self.streamer is not None:  # after the last refusal: nothing is streamed of a call that is refused
+            self.streamer.put(sequences.prompt.cpu())
         if sequences.done:
             return stats
         round = target.prefill()

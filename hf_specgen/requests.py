@@ -140,9 +140,10 @@ def _check_inputs(inputs: dict[str, Any]) -> None:
         raise SpecGenError("inputs_embeds= was given: drafters read token ids. Pass the prompt as input_ids.")
     for name, value in inputs.items():
         known = name in _KNOWN_INPUTS or name in ("cache", "past_key_values", "cache_params", "inputs_embeds")
-        if not known and value is not None and value is not False:
+        if not known and value is not None and value is not False and value != {}:
+            held = f" ({', '.join(value)})" if isinstance(value, dict) else ""  # images that generate() encoded itself
             raise SpecGenError(
-                f"model input {name}= was given: only token ids and their attention mask are supported with a drafter "
+                f"model input {name}={held} was given: only token ids and their attention mask are supported with a drafter "
                 "(no images, audio or other features). Use plain generate()."
             )
 

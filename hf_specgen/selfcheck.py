@@ -24,6 +24,7 @@ _PASSED: WeakSet[PreTrainedModel] = WeakSet()
 _PARENTS = (-1, -1, 0, 0, 1, 2)
 _PATHS = ((), (0,), (1,), (0, 2), (0, 3), (1, 4), (0, 2, 5))
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3}
+_HALF_TOLERANCE = 0.2  # in bfloat16 sound models of 24 layers differ by 0.02 to 0.15, unsound ones by 0.4 and more
 
 
 def check_target(model: PreTrainedModel) -> None:
@@ -31,9 +32,10 @@ def check_target(model: PreTrainedModel) -> None:
 
     Raises: ``UnsupportedTarget`` naming the model when accepted nodes get other logits than a plain forward gives.
     """
-    if type(model).__name__ in TESTED or model in _PASSED:
-        return
     name = type(model).__name__
+    stock = type(model).__module__.startswith("transformers.")  # another's class of the same name is not what we tested
+    if (stock and name in TESTED) or model in _PASSED:
+        return
     try:
         worst = round_error(model)
     except UnsupportedTarget:
@@ -44,7 +46,7 @@ def check_target(model: PreTrainedModel) -> None:
             "4-D mask, "
             "position_ids and a key/value cache is required. Use plain generate()."
         ) from error
-    limit = _TOLERANCE.get(model.dtype, 0.05)
+    limit = _TOLERANCE.get(model.dtype, _HALF_TOLERANCE)
     if not worst <= limit:
         raise UnsupportedTarget(
             f"{name} failed the one-round self-check: logits of draft nodes differ from a plain forward by "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -186,14 +187,14 @@ def test_c13_sliding_window(kind: str, impl: str, caches: list) -> None:
         assert len(caches) == (2 if kind in ("small", "sampled") else 1)
         for cache in caches:
             assert max(cache.lengths) >= min(lengths) + 30
-            for layer in cache.layers:  # one doubling beyond window and draft at the most, however long the text
-                assert layer.keys.shape[2] <= 8 + max(watch.width + 1, 8 + 2)
+            for layer in cache.layers:  # window and draft, or 32 slots of spare, however long the text
+                assert layer.keys.shape[2] <= 8 + max(watch.width + 1, 32)
 
 
 def padded(model, extra: int = 8):
     """Copy a model into a larger vocabulary whose extra tokens have wild output weights."""
     size = model.config.vocab_size
-    larger = tiny(vocab=size + extra, layers=model.config.num_hidden_layers)
+    larger = tiny(vocab=size + extra, layers=model.config.num_hidden_layers).to(model.dtype)
     state = model.state_dict()
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         rows = larger.state_dict()[name].clone()
@@ -207,6 +208,7 @@ def padded(model, extra: int = 8):
 @pytest.mark.parametrize("larger", ["target", "drafter"])
 @pytest.mark.parametrize("sample", [False, True])
 def test_c15_padded_vocabulary(larger: str, sample: bool, target) -> None:
+    target = copy.deepcopy(target).double()  # see test_sampling.py
     model = padded(target) if larger == "target" else target
     draft = disturbed(target) if larger == "target" else padded(disturbed(target))
     ids, mask = prompts([5, 17, 11, 24])

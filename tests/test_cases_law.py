@@ -24,7 +24,8 @@ SETTINGS = {
 
 
 def model_of(vocab: int, seed: int = 0, layers: int = 2):
-    return tiny(seed, vocab=vocab, layers=layers, initializer_range=0.2)
+    """Build a model with a flat law, in float64: see test_sampling.py."""
+    return tiny(seed, vocab=vocab, layers=layers, initializer_range=0.2).double()
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tiny import CASES, assert_ran, build, drafter_of, ours, plain, prompts, texts_of
+from tiny import CASES, FAMILIES, assert_ran, build, drafter_of, ours, plain, prompts, texts_of
 
 import hf_specgen.forward
 from hf_specgen import PromptLookup, SpeculativeDecoding
@@ -29,6 +29,7 @@ GROUPED = {
     "cohere2",
     "smollm3",
 }
+EXPERTS = {"gpt_oss", "mixtral", "qwen3_moe", "deepseek_v3"}
 WINDOWED = {"mistral", "gemma2", "gemma3_text", "gpt_oss", "cohere2"}
 # Layer layouts that a supported class can have besides the one in tiny.FAMILIES
 VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
@@ -121,20 +122,24 @@ def test_greedy_text_of_other_layouts(name: str, wraps: set[str]) -> None:
     assert bool(wraps) == ("sliding" in name or "gemma2" in name)
 
 
-@pytest.mark.parametrize(
-    ("family", "impl"), [case for case in CASES if case[1] == "sdpa" or case[0] in ("gemma2", "gpt_oss")]
-)
-def test_seeded_text_is_the_same_with_any_drafter(family: str, impl: str) -> None:
-    model = build(family, impl)
-    ids, mask = prompts(BATCHES[4])
-    settings = {"do_sample": True, "seed": 7, "temperature": 0.3, "top_k": 20}
+@pytest.mark.parametrize("family", FAMILIES)
+def test_seeded_text_is_the_same_with_any_drafter(family: str) -> None:
+    """In float64, where no coin falls between the laws of two passes of different width."""
+    model = build(family, FAMILIES[family][2][0])
+    if family in EXPERTS:
+        model.set_experts_implementation("eager")  # the others know no float64
+    model = model.double()
+    lengths = [12] * 4 if family == "gemma2" else BATCHES[4]  # eager float64 with padding is NaN in transformers itself
+    ids, mask = prompts(lengths)
+    settings = {"do_sample": True, "seed": 7, "temperature": 0.3, "top_k": 20, "max_new_tokens": TOKENS}
     expected = ours(model, None, ids, mask, **settings)
-    assert not torch.equal(expected, plain(model, ids, mask)), "the coins decided nothing"
+    assert len(set(map(tuple, expected.tolist()))) == 4
     texts = texts_of(expected, mask)
     for kind in ("branches", "small", "tree"):
         watch = drafter_of(kind, model, texts)
         assert torch.equal(ours(model, watch, ids, mask, **settings), expected), kind
         assert_ran(watch, kind)
+    assert not torch.equal(ours(model, None, ids, mask, **{**settings, "seed": 8}), expected)
 
 
 def causal(parents: torch.Tensor) -> torch.Tensor:

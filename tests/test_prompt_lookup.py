@@ -391,10 +391,9 @@ def test_text_is_the_text_without_it(branches: int, lengths: list[int], sampled:
     texts = texts_of(expected, mask)
     # the newest of the sources is wrong in every fifth token, the older ones elsewhere, the oldest is right
     corpus = [text + garbled(text, 7) + garbled(text, 5) if branches > 1 else garbled(text) for text in texts]
-    for other_rows in (False, True):
-        watch = Watch(PromptLookup(5, branches=branches, corpus=corpus, other_rows=other_rows))
+    for number, other_rows in ((5, False), (None, True)):
+        watch = Watch(PromptLookup(number, branches=branches, corpus=corpus, other_rows=other_rows, costs=Costs()))
         result = ours(model, watch, ids, mask, **law)
         assert torch.equal(result, expected)
         assert watch.longest >= 3
         assert branches == 1 or watch.off_spine > 0
-    assert torch.equal(ours(model, PromptLookup(branches=branches, corpus=corpus), ids, mask, **law), expected)

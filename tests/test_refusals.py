@@ -7,7 +7,15 @@ import torch
 import transformers
 from support_features import Forwards, unchanged
 from tiny import build, disturbed, ours, plain, prompts, tiny
-from transformers import AutoConfig, DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    AutoConfig,
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    SynthIDTextWatermarkingConfig,
+)
 
 from hf_specgen import PromptLookup, SpecGenError, SpeculativeDecoding, UnsupportedTarget, enable
 
@@ -167,6 +175,34 @@ def test_streams_of_several_rows() -> None:
     refused(enable(tiny()), words, assistant_model=PromptLookup(4), streamer=Quiet(), **returned)
 
 
+def test_nothing_is_streamed_of_a_refused_call() -> None:
+    loop = SpeculativeDecoding(PromptLookup(4), streamer=Quiet())
+    refused(tiny(), "num_assistant_tokens=0", loop=loop, num_assistant_tokens=0)
+    refused(tiny(), "schedule='typo'", loop=loop, num_assistant_tokens_schedule="typo")
+
+
+class Counting(LogitsProcessor):
+    """Keep state between calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        return scores
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_processors_that_keep_state(rows: int) -> None:
+    ids, mask = prompts([12, 5][:rows])
+    mine, words = Counting(), "cannot be replayed on draft tokens.*Required.*Use plain generate"
+    refused(tiny(), f"Counting {words}", ids, mask, logits_processor=[mine])
+    assert mine.calls == 0
+    refused(tiny(), f"UnbatchedClassifierFreeGuidanceLogitsProcessor {words}", ids, mask, guidance_scale=2.0)
+    mark = SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=2)
+    refused(tiny(), f"SynthIDTextWatermarkLogitsProcessor {words}", ids, mask, watermarking_config=mark, do_sample=True)
+
+
 def test_what_an_enabled_model_is_asked_beside_the_drafter() -> None:
     model = enable(tiny())
     drafter = PromptLookup(4)
@@ -214,6 +250,20 @@ def test_logits_that_are_no_numbers(when: int, value: float, sampling: bool) -> 
     hook.remove()
     assert len(calls) == when + 1, "the first such logits end the call"
     assert torch.equal(ours(model, PromptLookup(4), IDS, MASK), plain(model, IDS, MASK))
+
+
+def test_the_row_whose_logits_are_no_numbers_is_named() -> None:
+    model = tiny()
+    ids, mask = prompts([12, 5, 9])
+
+    def spoil(module, arguments, output):
+        output.logits[1] = float("nan")
+        return output
+
+    hook = model.register_forward_hook(spoil)
+    with pytest.raises(SpecGenError, match="logits of row 1 at position 5 are NaN"):
+        ours(model, PromptLookup(4), ids, mask)
+    hook.remove()
 
 
 SMALL = dict(

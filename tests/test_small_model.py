@@ -25,6 +25,7 @@ from hf_specgen import Costs, DenseQ, IncompatibleDrafter, Round, SmallModel, Sp
 from hf_specgen.drafters.small_model import check_vocabularies
 
 RAGGED = [5, 17, 11, 24]
+SAMPLED = [("llama", True), ("mistral", True)]
 CHEAP = Costs(slope=0.01, draft=0.05)
 
 
@@ -35,7 +36,7 @@ class Follow(Watch):
         super().begin(sequences)
         self.sequences = sequences
         self.made: list[tuple[list[list[int]], list[int], object]] = []
-        self.checked = 0
+        self.checked, self.wrapped = 0, False
 
     def propose(self, sequences):
         texts, room = [list(tokens) for tokens in sequences.tokens], sequences.room
@@ -71,8 +72,9 @@ class CheckCache(Follow):
         with torch.no_grad():
             self.inner.model(input_ids=torch.tensor([tokens]), use_cache=True, **{name: fresh})
         for ours_, theirs in zip(cached.cache.layers, fresh.layers, strict=True):
-            capacity, window = ours_.group.capacity, ours_.group.window or len(tokens)
-            index = torch.arange(max(0, len(tokens) - window + 1 if ours_.group.window else 0), len(tokens))
+            capacity, window = ours_.group.capacity, ours_.group.window
+            index = torch.arange(0 if window is None else max(0, len(tokens) - window + 1), len(tokens))
+            self.wrapped |= len(tokens) > capacity
             for mine, true in ((ours_.keys, theirs.keys), (ours_.values, theirs.values)):
                 torch.testing.assert_close(mine[row, :, index % capacity], true[0, :, index], atol=1e-4, rtol=1e-4)
                 self.checked += len(index)
@@ -97,17 +99,18 @@ def test_greedy_text_is_plain_with_any_small_model(lengths: list[int]) -> None:
         assert torch.equal(ours(model, SmallModel(drafter), ids, mask, max_new_tokens=40), expected), name
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "gemma3_text"])
+@pytest.mark.parametrize(
+    ("family", "sample"), [(f, False) for f in ("llama", "gpt2", "mistral", "gemma3_text")] + SAMPLED
+)
 @pytest.mark.parametrize("lengths", [[12], RAGGED])
-@pytest.mark.parametrize("sample", [False, True])
 def test_cache_holds_what_a_fresh_reading_gives(family: str, lengths: list[int], sample: bool) -> None:
     model = build(family)
     ids, mask = prompts(lengths)
     law = {"do_sample": True, "seed": 5, "temperature": 0.6} if sample else {}
     watch = CheckCache(SmallModel(disturbed(model), 4, sample=sample))
     result = ours(model, watch, ids, mask, **law)
-    assert watch.checked > 0
-    assert watch.longest >= 2
+    assert watch.checked > 0 and watch.longest >= 2
+    assert watch.wrapped == (family in ("mistral", "gemma3_text")), "rings of sliding layers went round"
     assert any(len(path) < count for r in watch.rounds for path, count in zip(r.paths, r.proposed, strict=True))
     assert sample or torch.equal(result, plain(model, ids, mask))
 
@@ -123,7 +126,7 @@ def test_cache_survives_rests_and_rows_that_draft_nothing() -> None:
 
 
 @pytest.mark.parametrize("k", [1, 3, 6])
-@pytest.mark.parametrize("lengths", [[length] for length in (1, 2, 3, 8, 15)] + [RAGGED, [1, 2, 3, 4]])
+@pytest.mark.parametrize("lengths", [[1], [2], [7], RAGGED, [1, 2, 3, 4]])
 def test_an_oracle_is_accepted_in_full(k: int, lengths: list[int]) -> None:
     model = tiny()
     ids, mask = prompts(lengths)
@@ -143,9 +146,7 @@ def test_an_oracle_is_accepted_in_full(k: int, lengths: list[int]) -> None:
 
 def widened(model: PreTrainedModel, size: int, boost: bool) -> PreTrainedModel:
     """Copy a model into a larger padded vocabulary whose extra ids are as likely as others, or the likeliest."""
-    wide = tiny(vocab=size)
-    own = model.state_dict()
-    torch.manual_seed(4)
+    wide, own = tiny(vocab=size), model.state_dict()
     with torch.no_grad():
         for name, value in wide.state_dict().items():
             value[: own[name].shape[0]].copy_(own[name])
@@ -165,8 +166,9 @@ def test_padded_vocabularies(larger: str, boost: bool) -> None:
     ids, mask = prompts(RAGGED)
     seeded = {"do_sample": True, "seed": 3, "temperature": 0.4}
     gumbel = {**seeded, "rule": "gumbel"}
-    for law, sample in (({}, False), ({}, True), (seeded, False), (gumbel, False), (gumbel, True)):
-        expected = ours(target, None, ids, mask, **law) if law else plain(target, ids, mask)
+    for law, sample in (({}, False), (seeded, False), (gumbel, True)):
+        law = {**law, "max_new_tokens": 20}
+        expected = plain(target, ids, mask, **law) if len(law) == 1 else ours(target, None, ids, mask, **law)
         watch = Watch(SmallModel(drafter, 4, sample=sample))
         assert torch.equal(ours(target, watch, ids, mask, **law), expected)
         assert watch.drafted and max(watch.drafted) < 64
@@ -175,7 +177,7 @@ def test_padded_vocabularies(larger: str, boost: bool) -> None:
             assert int(expected.max()) >= 64, "the drafter read ids that it has no embedding for"
 
 
-def test_sampled_drafts_over_padded_vocabularies_carry_a_law_on_the_targets_ids() -> None:
+def test_laws_over_padded_vocabularies_lie_on_the_targets_ids() -> None:
     small = tiny()
     wide = widened(small, 72, True)
     ids, _ = prompts([12])
@@ -191,11 +193,9 @@ def test_sampled_drafts_over_padded_vocabularies_carry_a_law_on_the_targets_ids(
 def positions_seen(model: PreTrainedModel) -> list[int]:
     """Note the largest position of every forward of a model."""
     seen: list[int] = []
-
-    def look(module, args, kwargs) -> None:
-        seen.append(int(kwargs["position_ids"].max()))
-
-    model.register_forward_pre_hook(look, with_kwargs=True)
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(int(kwargs["position_ids"].max())), with_kwargs=True
+    )
     return seen
 
 
@@ -208,7 +208,7 @@ def short_sighted(model: PreTrainedModel, limit: int) -> PreTrainedModel:
     return short
 
 
-@pytest.mark.parametrize("lengths", [[12], [40], [31], [32], [33], [5, 40, 20, 31], [40, 45]])
+@pytest.mark.parametrize("lengths", [[12], [31], [32], [33], [5, 40, 20, 31], [40, 45]])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_context_limit_of_learned_positions(family: str, lengths: list[int]) -> None:
     model = build(family)
@@ -286,8 +286,9 @@ def test_sampling_drafter_under_a_greedy_target_takes_its_best(rule: str) -> Non
     assert all(round.draft.q is None for round in watch.rounds)
 
 
-@pytest.mark.parametrize("sample", [False, True])
-@pytest.mark.parametrize("where", ["drafter", "call", "drafter's generation config"])
+@pytest.mark.parametrize(
+    ("sample", "where"), [(True, "call"), (True, "drafter"), (False, "call"), (False, "its config")]
+)
 def test_confidence_stops_before_the_unsure_token(sample: bool, where: str) -> None:
     model, threshold = tiny(), 0.5 if sample else 0.3
     drafter = disturbed(model, 0.1)
@@ -322,13 +323,10 @@ class Fickle(Watch):
         self.right_after = right_after
         self.forwards = 0
         oracle.lm_head.register_forward_hook(self.spoil)
-        oracle.register_forward_pre_hook(self.count)
 
     def spoil(self, module, args, output):
-        return output if min(self.sequences.new) >= self.right_after else output.roll(1, -1)
-
-    def count(self, module, args) -> None:
         self.forwards += 1
+        return output if min(self.sequences.new) >= self.right_after else output.roll(1, -1)
 
     def begin(self, sequences) -> None:
         self.sequences = sequences
@@ -355,13 +353,13 @@ def test_a_drafter_that_becomes_right_comes_back(lengths: list[int]) -> None:
     model = tiny()
     ids, mask = prompts(lengths)
     watch = Fickle(model, 60)
-    result = ours(model, watch, ids, mask, max_new_tokens=300)
-    assert torch.equal(result, plain(model, ids, mask, max_new_tokens=300))
+    result = ours(model, watch, ids, mask, max_new_tokens=240)
+    assert torch.equal(result, plain(model, ids, mask, max_new_tokens=240))
     proposed = [max(round.proposed) for round in watch.rounds]
     assert 0 in proposed[20:60]
     assert proposed[-5:-2] == [8] * 3, "full drafts again at the end"
     # a rest lasts at most as long as all rounds before it, and the first trial that goes well ends it
-    assert len(watch.rounds) < 2 * 60 + 240 / 8
+    assert len(watch.rounds) < 2 * 60 + 180 / 8
 
 
 def tokenizer_of(words: list[str]) -> PreTrainedTokenizerFast:
@@ -388,8 +386,7 @@ def test_vocabularies_are_compared_before_any_token() -> None:
     model = tiny()
     ids, _ = prompts([12])
     swapped = [WORDS[0], WORDS[2], WORDS[1], *WORDS[3:]]
-    forwards: list[int] = []
-    model.register_forward_pre_hook(lambda *args: forwards.append(1))
+    forwards = positions_seen(model)
 
     def call(words: list[str]):
         drafter = SmallModel(disturbed(model), 3, tokenizer=tokenizer_of(words))
@@ -411,8 +408,8 @@ def test_drafter_in_another_dtype(rows: list[int]) -> None:
         watch = Watch(SmallModel(drafter, 4, sample=sample))
         assert torch.equal(ours(model, watch, ids, mask), plain(model, ids, mask))
         assert watch.longest >= 3
-        law = {"do_sample": True, "seed": 1, "temperature": 0.5, "rule": "gumbel"}
-        assert torch.equal(ours(model, watch, ids, mask, **law), ours(model, None, ids, mask, **law))
+    law = {"do_sample": True, "seed": 1, "temperature": 0.5, "rule": "gumbel"}
+    assert torch.equal(ours(model, watch, ids, mask, **law), ours(model, None, ids, mask, **law))
     assert drafter.dtype == torch.bfloat16
 
 
