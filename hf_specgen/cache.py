@@ -286,8 +286,8 @@ def layer_kinds(config: PretrainedConfig) -> list[tuple[str, int | None]]:
             # a subclass keeps more than keys and values: a recurrent state beside them, an index, a compressed copy
             found = repr(name) if name and name not in _KINDS else f"{kind!r} kept in a {type(layer).__name__}"
             raise UnsupportedTarget(
-                f"{type(config).__name__} has a layer of kind {found}: only plain {', '.join(_KINDS)} can be rolled back "
-                "row by row (recurrent and indexed layers cannot yet). Use plain generate()."
+                f"{type(config).__name__} has a layer of kind {found}: only plain {', '.join(_KINDS)} can be rolled "
+                "back row by row (recurrent and indexed layers cannot yet). Use plain generate()."
             )
         kinds.append((kind, window))
     if len(set(kinds)) != len({kind for kind, _ in kinds}):

@@ -72,6 +72,11 @@ def route(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         loop = SpeculativeDecoding(drafter)
     if not isinstance(loop, SpeculativeDecoding):
         return plain(*args, **kwargs)
+    if loop is call.get("custom_generate") and call.get("assistant_model") is not None:
+        raise SpecGenError(
+            "assistant_model= and custom_generate=SpeculativeDecoding(...) were both given: one drafter is required. "
+            "Pass the drafter to SpeculativeDecoding, or leave custom_generate= out."
+        )
     if call.get("assistant_tokenizer") is not None:
         raise IncompatibleDrafter(
             "assistant_tokenizer= was given: a drafter must use the target's own tokens. Use a drafter of the target's "

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from operator import index
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -68,6 +70,8 @@ def prepare(
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     warp.check(input_ids, vocab_size)
     device = model.get_input_embeddings().weight.device
+    if options.seed is not None and options.generator is not None:
+        raise SpecGenError("seed= and generator= were both given: one source of randomness is required. Drop one.")
     seed = 0 if greedy and options.seed is None else options.seed  # greedy text must not consume randomness
     seeds, row_ids = seed_rows(rows, seed, options.generator, device)
     return Sequences(
@@ -143,8 +147,8 @@ def _check_inputs(inputs: dict[str, Any]) -> None:
         if not known and value is not None and value is not False and value != {}:
             held = f" ({', '.join(value)})" if isinstance(value, dict) else ""  # images that generate() encoded itself
             raise SpecGenError(
-                f"model input {name}={held} was given: only token ids and their attention mask are supported with a drafter "
-                "(no images, audio or other features). Use plain generate()."
+                f"model input {name}={held} was given: only token ids and their attention mask are supported with a "
+                "drafter (no images, audio or other features). Use plain generate()."
             )
 
 
@@ -227,12 +231,21 @@ def seed_rows(
     if seed is None:
         source = generator.device if generator is not None else "cpu"
         seed = int(torch.randint(0, 2**62, (1,), generator=generator, device=source))
-    if isinstance(seed, int):
-        return torch.full((rows,), seed, device=device), torch.arange(rows, device=device)
-    seeds = torch.as_tensor(seed, dtype=torch.long, device=device).flatten()
+    given = seed.tolist() if isinstance(seed, Tensor) else seed
+    try:
+        if not isinstance(given, Iterable):
+            return torch.full((rows,), _word(given), device=device), torch.arange(rows, device=device)
+        seeds = [_word(number) for number in given]
+    except TypeError as error:
+        raise SpecGenError(f"seed={seed!r}: one int, or one int a row, is required.") from error
     if len(seeds) != rows:
         raise SpecGenError(f"{len(seeds)} seeds were given for {rows} rows: one int, or one seed a row, is required.")
-    return seeds, torch.zeros(rows, dtype=torch.long, device=device)
+    return torch.tensor(seeds, device=device), torch.zeros(rows, dtype=torch.long, device=device)
+
+
+def _word(seed: SupportsIndex) -> int:
+    """Return the 64-bit word of a whole number, signed as tensors hold it (torch's own seeds go up to 2**64 - 1)."""
+    return (index(seed) + 2**63) % 2**64 - 2**63
 
 
 def pad_token(config: GenerationConfig, stops: Stops, rows: int) -> int:

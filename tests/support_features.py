@@ -38,7 +38,7 @@ def state_of(model: PreTrainedModel) -> dict[str, Any]:
         "attributes": sorted(name for module in model.modules() for name in vars(module)),
         "training": [module.training for module in model.modules()],
         "grad": [parameter.requires_grad for parameter in model.parameters()],
-        "weights": sum(float(parameter.double().sum()) for parameter in model.parameters()),
+        "weights": sum(float(parameter.detach().double().sum()) for parameter in model.parameters()),
         "grad mode": torch.is_grad_enabled(),
     }
 

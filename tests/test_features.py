@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 
+import numpy
 import pytest
 import torch
 from support_features import Forwards, unchanged
@@ -13,6 +14,7 @@ from transformers import PreTrainedTokenizerFast, StoppingCriteria, StoppingCrit
 from transformers.generation import stopping_criteria as hf_stops
 
 from hf_specgen import PromptLookup, SmallModel, SpeculativeDecoding, disable, enable
+from hf_specgen.outputs import OutputLog
 
 ONE, FOUR = [12], [9, 4, 12, 7]
 OUTPUTS = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "output_hidden_states": True}
@@ -64,6 +66,25 @@ def test_scores_logits_and_hidden_states(kind: str, lengths: list[int], chunk: i
                 real = slice(width - lengths[row], width) if step == 0 else slice(0, 1)
                 expected = other[row, real] if step < end else torch.zeros_like(other[row, real])
                 assert close(layer[row, real], expected)
+
+
+def test_scores_read_off_the_first_nodes_of_a_tree_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control of the test above: the log follows the accepted path, not the order of the nodes."""
+    model = tiny()
+    ids, mask = prompts(FOUR)
+    wanted = plain(model, ids, mask, **OUTPUTS)
+    keep = OutputLog._add_row
+    monkeypatch.setattr(
+        OutputLog, "_add_row", lambda log, row, nodes, scores: keep(log, row, torch.arange(len(nodes)), scores)
+    )
+    watch = drafter_of("tree", model, texts_of(wanted.sequences, mask))
+    found = ours(model, watch, ids, mask, **OUTPUTS)
+    assert_ran(watch, "tree")
+    assert torch.equal(found.sequences, wanted.sequences)
+    for mine, theirs in ((found.scores, wanted.scores), (found.logits, wanted.logits)):
+        assert not all(close(a, b) for a, b in zip(mine, theirs, strict=True))
+    last = [(a[-1], b[-1]) for a, b in zip(found.hidden_states[1:], wanted.hidden_states[1:], strict=True)]
+    assert not all(close(a, b) for a, b in last)
 
 
 def test_a_dict_holds_only_what_was_asked() -> None:
@@ -345,7 +366,13 @@ def test_seeds_come_from_torch_or_a_generator_and_greedy_texts_need_none() -> No
     own = sample(generator=torch.Generator().manual_seed(9))
     assert torch.equal(sample(generator=torch.Generator().manual_seed(9)), own) and not torch.equal(own, first)
     assert torch.equal(sample(seed=3), sample(seed=3)) and not torch.equal(sample(seed=3), sample(seed=4))
-    ours(model, SmallModel(draft, 4), ids, mask)
+    for same in (torch.tensor(3), numpy.int64(3), 3 + 2**64):
+        assert torch.equal(sample(seed=same), sample(seed=3))
+    each = sample(seed=torch.tensor([1, 2, 3, -1]))
+    assert torch.equal(sample(seed=[1, 2, 3, 2**64 - 1]), each)
+    assert torch.equal(sample(seed=numpy.array([1, 2, 3, -1])), each)
+    greedy = ours(model, SmallModel(draft, 4), ids, mask)
+    assert torch.equal(ours(model, SmallModel(draft, 4), ids, mask, generator=torch.Generator()), greedy)
     assert torch.equal(torch.get_rng_state(), state), "greedy and seeded texts take nothing from torch"
 
 

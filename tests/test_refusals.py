@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 import transformers
@@ -63,8 +65,16 @@ MODES = {
     "offloaded": ({"cache_implementation": "offloaded"}, "cache_implementation='offloaded'.*Leave it out"),
     "rule": ({"rule": "typo"}, "rule='typo' is unknown: one of block, gumbel, rejection is required"),
     "schedule": ({"num_assistant_tokens_schedule": "typo"}, "schedule='typo'.*one of constant, heuristic"),
-    "no tokens": ({"num_assistant_tokens": 0}, "num_assistant_tokens=0: at least 1.*pass no drafter"),
-    "negative tokens": ({"num_assistant_tokens": -2}, "num_assistant_tokens=-2: at least 1"),
+    "no tokens": ({"num_assistant_tokens": 0}, "num_assistant_tokens=0: a whole number of at least 1.*pass no drafter"),
+    "negative tokens": ({"num_assistant_tokens": -2}, "num_assistant_tokens=-2: .*at least 1"),
+    "broken tokens": ({"num_assistant_tokens": 2.5}, "num_assistant_tokens=2.5: a whole number"),
+    "tokens as text": ({"num_assistant_tokens": "3"}, "num_assistant_tokens='3': a whole number"),
+    "broken seed": ({"seed": 2.5, "do_sample": True}, "seed=2.5: one int, or one int a row, is required"),
+    "seed as text": ({"seed": "x", "do_sample": True}, "seed='x': one int"),
+    "seed and generator": (
+        {"seed": 1, "generator": torch.Generator(), "do_sample": True},
+        "seed= and generator= were both given.*Drop one",
+    ),
     "seeds": ({"seed": [1, 2], "do_sample": True}, "2 seeds were given for 1 rows: one int, or one seed a row"),
     "positions": ({"position_ids": torch.arange(5, 17)[None]}, "position_ids= was given.*Leave it out"),
 }
@@ -105,6 +115,8 @@ def test_caches_of_the_caller(lengths: list[int]) -> None:
     ids, mask = prompts(lengths)
     words = "past_key_values=\\)? was given.*whole prompt as input_ids and leave the cache out"
     refused(model, words, ids, mask, past_key_values=DynamicCache(config=model.config))
+    if "cache" in inspect.signature(type(model).forward).parameters:  # the name in newer transformers
+        refused(model, words, ids, mask, cache=DynamicCache(config=model.config))
     if len(lengths) == 1:
         cache = filled(model)
         refused(model, words, ids, mask, past_key_values=cache)
@@ -210,6 +222,9 @@ def test_what_an_enabled_model_is_asked_beside_the_drafter() -> None:
     words = "assistant_tokenizer= was given.*target's own tokens.*disable"
     refused(model, words, assistant_model=disturbed(tiny()), assistant_tokenizer=object(), tokenizer=object())
     refused(model, words, assistant_model=drafter, assistant_tokenizer=object(), tokenizer=object())
+    loop = SpeculativeDecoding(drafter)
+    words = "assistant_model= and custom_generate=.*both given: one drafter is required"
+    refused(model, words, assistant_model=drafter, custom_generate=loop)
     words = "stop_strings=.*without a tokenizer: pass tokenizer="
     refused(model, words, assistant_model=drafter, stop_strings=["ab"])
     refused(model, "num_assistant_tokens=0", prompt_lookup_num_tokens=0)

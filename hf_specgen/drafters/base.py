@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import index
 
 from hf_specgen.costs import Costs, Rate
 from hf_specgen.draft import Draft, Round
@@ -65,11 +66,16 @@ class DraftLength:
             raise SpecGenError(
                 f"num_assistant_tokens_schedule={schedule!r}: one of {', '.join(SCHEDULES)} is required."
             )
-        if length < 1:
+        try:
+            whole = index(length)
+        except TypeError:
+            whole = 0
+        if whole < 1:
             raise SpecGenError(
-                f"num_assistant_tokens={length}: at least 1 is required. For no drafts, pass no drafter."
+                f"num_assistant_tokens={length!r}: a whole number of at least 1 is required. For no drafts, pass no "
+                "drafter."
             )
-        return cls(schedule, length, costs)
+        return cls(schedule, whole, costs)
 
     def begin(self, rows: int) -> None:
         """Start every row at the configured length."""
