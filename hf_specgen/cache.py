@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from hf_specgen.draft import Tree
 from hf_specgen.errors import UnsupportedTarget
 
 _KINDS = ("full_attention", "sliding_attention", "chunked_attention")
-_RING_SPARE = 32
+_SPARE = 32
 
 
 @dataclass
@@ -71,9 +72,16 @@ class SlotLayer(CacheLayerMixin):
 
     def __init__(self, cache: SlotCache, group: SlotGroup) -> None:
         super().__init__()
-        self.cache = cache
+        self._cache = ref(cache)  # weak: a cycle would keep every call's buffers until the collector runs
         self.group = group
         self.is_sliding = group.window is not None
+
+    @property
+    def cache(self) -> SlotCache:
+        """Return the cache this layer belongs to."""
+        cache = self._cache()
+        assert cache is not None, "a layer outlived its cache"
+        return cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate zeroed buffers (zeros, since a masked NaN still poisons a softmax product)."""
@@ -246,10 +254,10 @@ class SlotCache(Cache):
         if needed <= group.capacity:
             return
         doubled = max(needed, 2 * group.capacity)
-        if (
-            group.window is not None
-        ):  # attention reads the whole ring, so it holds no more than a draft beyond the window
-            doubled = max(needed, min(doubled, group.window + _RING_SPARE))
+        if group.window is not None:  # attention reads the whole ring: no more than a draft beyond the window
+            doubled = max(needed, min(doubled, group.window + _SPARE))
+        elif group.capacity >= self.reserve > 0:  # all that was asked for fits: a wide draft needs a little more
+            doubled = needed + _SPARE
         source = None
         if max(self.lengths) > group.capacity > 0:
             last = self.row_lengths[:, None] - 1

@@ -140,7 +140,7 @@ class Round:
     """Hold one finished round: the draft, the verdict, and the target's hidden states on the accepted path.
 
     Shapes: ``hidden``: one ``(B, K + 1, D)`` tensor per requested layer, root first; in round zero ``(B, L, D)``
-    over the right-padded prompt.
+    over the left-padded prompt (its last column is every row's newest token).
     """
 
     draft: Draft

@@ -82,6 +82,8 @@ def route(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
             "assistant_tokenizer= was given: a drafter must use the target's own tokens. Use a drafter of the target's "
             "family without assistant_tokenizer=, or disable(model) for transformers' own universal assisted decoding."
         )
+    if _setting(plain, call, "token_healing"):
+        raise SpecGenError("token_healing=True is not supported with a drafter: it rewrites the prompt. Leave it out.")
     if call.pop("synced_gpus", None):
         raise SpecGenError(
             "synced_gpus=True: ranks would need equal numbers of rounds. Use plain generate() on sharded models."
@@ -110,6 +112,8 @@ def _setting(plain: Callable[..., Any], call: dict[str, Any], name: str) -> Any:
 
 def _drafter(plain: Callable[..., Any], call: dict[str, Any]) -> Drafter | None:
     given = call.get("assistant_model")
+    if isinstance(given, type) and issubclass(given, Drafter):
+        raise SpecGenError(f"assistant_model={given.__name__}: an instance is required. Pass {given.__name__}(...).")
     if isinstance(given, Drafter):
         return given
     if isinstance(given, PreTrainedModel):

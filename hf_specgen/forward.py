@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from hf_specgen.cache import SlotCache
 from hf_specgen.draft import Tree
@@ -51,11 +53,13 @@ class CachedModel:
         self.cache = SlotCache(model.config, rows, self.device, reserve)
         text = model.config.get_text_config(decoder=True)
         self.seconds = 0.0
-        self._implementation = text._attn_implementation
+        # another thread may be inside a pass on this model right now
+        self._implementation = "sdpa" if text._attn_implementation == _PACKED else text._attn_implementation
         self._one_kind = len(self.cache.groups) == 1
         self._packs = self._implementation == "sdpa" and _shares_heads(text.to_dict())
         if self._packs:
             AttentionInterface.register(_PACKED, packed_sdpa)
+            AttentionMaskInterface.register(_PACKED, sdpa_mask)
 
     @property
     def lengths(self) -> list[int]:
@@ -189,7 +193,7 @@ def check_arguments(model: PreTrainedModel, arguments: Any) -> None:
             "lengths in one pass. Use plain generate()."
         )
     implementation = model.config.get_text_config(decoder=True)._attn_implementation
-    if implementation not in ("sdpa", "eager"):
+    if implementation not in ("sdpa", "eager", _PACKED):
         raise UnsupportedTarget(
             f"{name} runs with attn_implementation={implementation!r}: 'sdpa' or 'eager' is required, other kernels "
             f"cannot take a tree mask. Call model.set_attn_implementation('sdpa')."
@@ -208,16 +212,20 @@ def packed_sdpa(
 ) -> tuple[Tensor, None]:
     """Attend with the head group folded into the query axis, so that keys and values are never repeated.
 
+    The name stands in the model's config while a pass runs, so another thread's plain forward may land here: without a
+    mask, or with one over queries and keys of equal number, it is given to transformers' own function.
+
     Shapes: ``query (B, Hq, S, D)``, ``key, value (B, Hkv, T, D)``, ``attention_mask (B, 1, S, T)`` bool; returns
     ``(B, S, Hq, D)``.
     """
     rows, heads, width, dim = query.shape
     shared = key.shape[1]
+    if attention_mask is None or width == key.shape[2]:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     group = heads // shared
     if group > 1:
         query = query.reshape(rows, shared, group * width, dim)
-        if attention_mask is not None:
-            attention_mask = attention_mask.repeat(1, 1, group, 1)
+        attention_mask = attention_mask.repeat(1, 1, group, 1)
     out = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
     )

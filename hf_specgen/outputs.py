@@ -30,6 +30,7 @@ class OutputLog:
         if asked and config.output_hidden_states:
             self.hidden = [[] for _ in range(rows)]
         self._prompt_hidden: tuple[Tensor, ...] = ()
+        self._width = 0
 
     @property
     def is_empty(self) -> bool:
@@ -59,6 +60,7 @@ class OutputLog:
     def result(self, sequences: Sequences, pad: int, stats: AcceptanceStats) -> Tensor | GenerateDecoderOnlyOutput:
         """Return what ``generate()`` returns, with ``speculation`` on it."""
         tokens = sequences.output(pad)
+        self._width = sequences.prompt.shape[1]
         if not self.returns_dict:
             tokens.speculation = stats  # type: ignore[attr-defined]
             return tokens
@@ -72,10 +74,14 @@ class OutputLog:
         output.speculation = stats
         return output
 
+    def _padded(self, layer: Tensor) -> Tensor:
+        """Give the prompt's states the width of the padded prompt (columns that pad every row are not read)."""
+        return torch.nn.functional.pad(layer, (0, 0, self._width - layer.shape[1], 0))
+
     def _join_hidden(self, counts: list[int], steps: int) -> tuple[tuple[Tensor, ...], ...] | None:
         if self.hidden is None:
             return None
-        joined: list[tuple[Tensor, ...]] = [self._prompt_hidden]
+        joined: list[tuple[Tensor, ...]] = [tuple(self._padded(layer) for layer in self._prompt_hidden)]
         empty = tuple(torch.zeros_like(layer[:1, :1]) for layer in self._prompt_hidden)
         for step in range(1, steps):
             rows = [log[step] if step < count else empty for log, count in zip(self.hidden, counts, strict=True)]

@@ -161,11 +161,20 @@ class Sequences:
 
     def _stops_at(self, row: int, token: int) -> bool:
         stop = token in self.stops.eos or self.new[row] >= self.budget
+        if not self.stops.others:
+            return stop
         prefix = self.prefix(row)
         scores = tuple(self.score_log[row][: self.new[row]]) if self.score_log is not None else None
         for criterion in self.stops.others:  # every criterion sees every prefix once, as in plain decoding
-            stop |= bool(torch.as_tensor(criterion(prefix, scores)).any())
+            stop |= self._meets(criterion, prefix, scores, row)
         return stop
+
+    def _meets(self, criterion: StoppingCriteria, prefix: Tensor, scores: tuple[Tensor, ...] | None, row: int) -> bool:
+        """Ask one criterion about one row; one that may know its batch sees the row in every place."""
+        if len(self) > 1 and not type(criterion).__module__.startswith("transformers."):
+            prefix = prefix.repeat(len(self), 1)
+        verdict = torch.as_tensor(criterion(prefix, scores)).flatten()
+        return bool(verdict[row] if len(verdict) == len(self) else verdict.any())
 
     def _stream(self, row: int, tokens: list[int]) -> None:
         if self.streamer is not None:

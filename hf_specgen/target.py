@@ -89,7 +89,9 @@ class Target:
 
     def score(self, draft: Draft) -> Scores:
         """Run one forward over every row's root and draft nodes."""
-        tokens = torch.cat([self.sequences.roots(), draft.tokens], 1)
+        # ids that do not exist cannot be accepted (``verify`` sees to it), but they must not crash the embedding
+        drafted = draft.tokens.clamp(0, self.sequences.vocab_size - 1)
+        tokens = torch.cat([self.sequences.roots(), drafted], 1)
         output = self.cached.extend(tokens, draft.tree, draft.n_valid, self.wants_hidden)
         self.scores = Scores(output.logits, draft, self.sequences, output.hidden)
         return self.scores

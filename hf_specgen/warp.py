@@ -103,9 +103,21 @@ class Warp:
         if type(processor) is PrefixConstrainedLogitsProcessor:
             allowed, prompt = processor._prefix_allowed_tokens_fn, row // processor._num_beams
             return PrefixConstrainedLogitsProcessor(lambda _, sent: allowed(prompt, sent), 1)(ids, scores)
+        if name == "RepetitionPenaltyLogitsProcessor":
+            return _row_of_penalty(processor, row)(ids, scores)
         # a processor that knows its batch sees this row in every place and is read back at the row's own
         whole = processor(ids.repeat(self.rows, 1), scores.repeat(self.rows, 1))
         return whole[row : row + 1]
+
+
+def _row_of_penalty(processor: LogitsProcessor, row: int) -> LogitsProcessor:
+    """Return a repetition penalty for one row: newer transformers keep every row's padding in it."""
+    padding = vars(processor).get("prompt_ignore_length")
+    if not isinstance(padding, Tensor):
+        return processor
+    single = copy.copy(processor)
+    vars(single)["prompt_ignore_length"] = padding[row : row + 1]
+    return single
 
 
 def _name(processor: LogitsProcessor) -> str:
@@ -130,7 +142,7 @@ def _label(processor: Any) -> str:
 
 
 def _probe(processor: LogitsProcessor, ids: Tensor, vocab_size: int) -> None:
-    """Call a copy of an unknown processor three times on the prompt; state or scores that move betray it."""
+    """Try copies of an unknown processor on the prompt and on drafts; state or scores that move betray it."""
     try:
         trial = _copied(processor)
     except Exception as error:
@@ -144,6 +156,18 @@ def _probe(processor: LogitsProcessor, ids: Tensor, vocab_size: int) -> None:
         raise _stateful(processor, "the same prompt gave other scores at the next call")
     if before != _snapshot(trial, {}):
         raise _stateful(processor, "its attributes change from call to call")
+    if not torch.equal(_last_scores(processor, ids, scores, (1, 1)), _last_scores(processor, ids, scores, ())):
+        raise _stateful(processor, "its scores depend on the texts it was called with before")
+
+
+def _last_scores(processor: Any, ids: Tensor, scores: Tensor, detour: tuple[int, ...]) -> Tensor:
+    """Return what a fresh copy says of the prompt and one token, after it has seen the prompt and a rejected draft."""
+    trial = _copied(processor)
+    trial(ids, scores.clone())
+    for length in range(1, len(detour) + 1):
+        drafted = ids.new_tensor(detour[:length]).expand(len(ids), -1)
+        trial(torch.cat([ids, drafted], 1), scores.clone())
+    return trial(torch.cat([ids, torch.zeros_like(ids[:, :1])], 1), scores.clone())
 
 
 def _copied(processor: Any) -> Any:

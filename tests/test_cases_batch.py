@@ -139,8 +139,9 @@ def test_c12_several_texts_of_one_prompt(kind: str, target) -> None:
     ids, _ = prompts([12])
     settings = {"do_sample": True, "max_new_tokens": 8, "top_k": 0, "num_return_sequences": 3}
     different = accepted = 0
+    texts = ours(target, None, ids, seed=0, **settings).tolist()
     for seed in range(20):
-        watch = drafter_of(kind, target, ours(target, None, ids, seed=seed, **settings).tolist())
+        watch = drafter_of(kind, target, texts)
         result = ours(target, watch, ids, seed=seed, **settings)
         assert result.shape == (3, 20)
         assert (result[:, :12] == ids).all()
@@ -176,7 +177,7 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[hf_specgen.cache.SlotCache]:
 @pytest.mark.parametrize("impl", ["eager", "sdpa"])
 def test_c13_sliding_window(kind: str, impl: str, caches: list) -> None:
     model = build("mistral", impl)
-    for lengths in ([3], [12], [36], [3, 36, 12, 7]):
+    for lengths in ([3], [12], [36], [3, 36, 12, 7]) if kind != "sampled" else ([3, 36, 12, 7],):
         ids, mask = prompts(lengths)
         expected = plain(model, ids, mask, max_new_tokens=40)
         watch = drafter_of(kind, model, texts_of(expected, mask), 8)

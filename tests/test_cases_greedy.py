@@ -139,8 +139,15 @@ def test_c02_eos_in_a_batch(kind: str, target) -> None:
     assert cut_inside > 0, "no row ended inside a block"
 
 
-@pytest.mark.parametrize("kind", GREEDY)
-@pytest.mark.parametrize("tokens", [1, 3, 10, 20])
+@pytest.mark.parametrize(
+    ("kind", "tokens"),
+    [
+        *((kind, tokens) for kind in ("lookup", "small") for tokens in (1, 3, 10, 20)),
+        ("branches", 3),
+        ("tree", 3),
+        ("tree", 10),
+    ],
+)
 def test_c04_exact_budget(kind: str, tokens: int, target, twelve: torch.Tensor, text: list[int]) -> None:
     watch = drafter_of(kind, target, [text], tokens)
     widest = 0
@@ -167,6 +174,21 @@ def test_c04_no_position_beyond_the_models_limit(kind: str) -> None:
         assert 37 <= max(seen) < 40
     handle.remove()
     assert longest >= 2
+
+
+def test_c04_a_prompt_of_500_in_a_model_of_512(target) -> None:
+    ids, mask = prompts([500])
+    expected = plain(target, ids, mask, max_length=512)
+    seen: list[int] = []
+    handle = target.model.rotary_emb.register_forward_pre_hook(
+        lambda _, args, named: seen.append(int(named["position_ids"].max())), with_kwargs=True
+    )
+    for kind in GREEDY:
+        watch = drafter_of(kind, target, expected.tolist(), 10)
+        assert torch.equal(ours(target, watch, ids, mask, max_length=512), expected)
+        assert watch.longest >= 2
+    handle.remove()
+    assert 508 <= max(seen) < 512
 
 
 # Each takes the first plain tokens of the row, so that it changes something.
@@ -196,7 +218,7 @@ HISTORY = {
 
 @pytest.mark.parametrize("name", HISTORY)
 def test_c06_history_processors(name: str, target) -> None:
-    for lengths in ([12], ROWS):
+    for lengths in ([12], ROWS) if name != "watermark" else (ROWS,):  # a slow one
         ids, mask = prompts(lengths)
         free = plain(target, ids, mask, max_new_tokens=20)
         settings = {"max_new_tokens": 20, **HISTORY[name](free[0, ids.shape[1] :].tolist())}

@@ -13,6 +13,7 @@ from hf_specgen.drafters.small_model import _Chain
 from hf_specgen.sequences import Sequences
 
 ROWS = [5, 17, 11, 24]
+NEW = 22
 SEEDS = [11, 12, 13, 2**40 + 14]
 DETERMINISTIC = ("lookup", "branches", "small", "tree")
 WARPERS = {
@@ -32,7 +33,7 @@ def target():
 
 
 def sample(model, drafter, ids, mask=None, rule: str = "rejection", **settings) -> torch.Tensor:
-    settings = {"temperature": 0.4, "top_k": 0, **settings}
+    settings = {"temperature": 0.4, "top_k": 0, "max_new_tokens": NEW, **settings}
     return plain(model, ids, mask, do_sample=True, custom_generate=SpeculativeDecoding(drafter, rule), **settings)
 
 
@@ -42,7 +43,7 @@ def test_any_drafter_gives_the_text_of_the_seed(name: str, rows: int, target) ->
     ids, mask = prompts(ROWS if rows == 4 else [12])
     settings = {"seed": 5, **WARPERS[name]}
     expected = sample(target, None, ids, mask, **settings)
-    assert not torch.equal(expected, plain(target, ids, mask)), "the coins decided something"
+    assert not torch.equal(expected, plain(target, ids, mask, max_new_tokens=NEW)), "the coins decided something"
     texts = texts_of(expected, mask)
     for kind in DETERMINISTIC:
         for tokens in (2, 7) if kind == "small" else (4,):
@@ -74,11 +75,10 @@ def test_a_row_of_a_batch_is_the_row_alone(kind: str | None, rule: str, target) 
         watch = drafter_of(kind, target, texts[row : row + 1]) if kind else None
         alone = sample(target, watch, one, rule=rule, seed=SEEDS[row])
         assert alone[0, one.shape[1] :].tolist() == together[row, 24:].tolist(), row
-    assert len({tuple(text[-32:]) for text in texts}) == 4
+    assert len({tuple(text[-NEW:]) for text in texts}) == 4
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 8])
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(("tokens", "rows"), [(3, 1), (1, 4), (3, 4), (8, 4)])
 def test_gumbel_gives_the_text_of_the_seed_for_sampled_drafts_too(tokens: int, rows: int, target) -> None:
     ids, mask = prompts(ROWS if rows == 4 else [12])
     seed = SEEDS[:rows] if rows == 4 else 9
@@ -191,7 +191,7 @@ def test_both_entries_and_both_places_of_the_rule_agree(target) -> None:
     model = enable(build("llama").double())
     for rule in ("rejection", "gumbel"):
         expected = sample(target, None, ids, mask, rule, seed=2)
-        settings = {"do_sample": True, "temperature": 0.4, "top_k": 0, "seed": 2, "rule": rule}
+        settings = {"do_sample": True, "temperature": 0.4, "top_k": 0, "max_new_tokens": NEW, "seed": 2, "rule": rule}
         assert torch.equal(plain(model, ids, mask, assistant_model=PromptLookup(4), **settings), expected)
         loop = SpeculativeDecoding(PromptLookup(4))
         assert torch.equal(plain(target, ids, mask, custom_generate=loop, **settings), expected)
@@ -210,18 +210,18 @@ def test_float32_differs_only_where_a_coin_falls_on_a_boundary(monkeypatch: pyte
     model = tiny()
     ids, mask = prompts(ROWS)
     same = 0
-    for first in range(6):
+    for first in range(3):
         seeds = list(range(4 * first, 4 * first + 4))
         together = sample(model, None, ids, mask, seed=seeds)[:, 24:].tolist()
         for row, seed in enumerate(seeds):
             drawn.clear()
-            alone = sample(model, None, ids[row : row + 1, mask[row].bool()], seed=seed)[0, -32:].tolist()
-            differs = [step for step in range(32) if alone[step] != together[row][step]]
+            alone = sample(model, None, ids[row : row + 1, mask[row].bool()], seed=seed)[0, -NEW:].tolist()
+            differs = [step for step in range(NEW) if alone[step] != together[row][step]]
             same += not differs
             if differs:
                 laws, coin = drawn[differs[0]]
                 assert float((laws[0] - coin[0]).abs().min()) < 1e-4
-    assert same >= 20
+    assert same >= 10
 
 
 def padded_positions(patch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,7 @@ def test_cache_survives_rests_and_rows_that_draft_nothing() -> None:
     for settings in ({"confidence": 0.5, "num_tokens": 4}, {"costs": Costs(slope=0.2, draft=0.2)}):
         watch = CheckCache(SmallModel(disturbed(model, 0.1), **settings))
         assert torch.equal(ours(model, watch, ids, mask), plain(model, ids, mask))
-        proposed = sum((round.proposed for round in watch.rounds), [])
+        proposed = [count for round in watch.rounds for count in round.proposed]
         assert 0 in proposed[4:] and max(proposed) > 0 and watch.checked > 0
 
 
@@ -337,8 +337,7 @@ def test_a_drafter_that_is_never_right_rests(lengths: list[int]) -> None:
     model = tiny()
     ids, mask = prompts(lengths)
     watch = Fickle(model, 10_000)
-    result = ours(model, watch, ids, mask, max_new_tokens=200)
-    assert torch.equal(result, plain(model, ids, mask, max_new_tokens=200))
+    assert torch.equal(ours(model, watch, ids, mask, max_new_tokens=200), plain(model, ids, mask, max_new_tokens=200))
     proposed = [sum(round.proposed) for round in watch.rounds]
     assert sum(proposed[:20]) > 0
     assert sum(proposed[-150:]) <= 8 * len(lengths), "almost nothing is asked for"
@@ -352,8 +351,7 @@ def test_a_drafter_that_becomes_right_comes_back(lengths: list[int]) -> None:
     model = tiny()
     ids, mask = prompts(lengths)
     watch = Fickle(model, 60)
-    result = ours(model, watch, ids, mask, max_new_tokens=240)
-    assert torch.equal(result, plain(model, ids, mask, max_new_tokens=240))
+    assert torch.equal(ours(model, watch, ids, mask, max_new_tokens=240), plain(model, ids, mask, max_new_tokens=240))
     proposed = [max(round.proposed) for round in watch.rounds]
     assert 0 in proposed[20:60]
     assert proposed[-5:-2] == [8] * 3, "full drafts again at the end"

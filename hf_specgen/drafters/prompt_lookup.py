@@ -155,6 +155,6 @@ def merge(rows: list[list[list[int]]], device: torch.device) -> Draft:
         tokens.append([token for _, token in nodes])
         parents.append([parent for parent, _ in nodes])
     width = max(map(len, tokens))
-    chain = [[*row, *range(len(row) - 1, width - 1)] for row in parents]  # unused places hang below one another
+    filled = [row + [-1] * (width - len(row)) for row in parents]  # unused places hang on the root
     block = Draft.from_lists(tokens, device)
-    return Draft(block.tokens, Tree(torch.tensor(chain, device=device).view(len(rows), width)), block.n_valid)
+    return Draft(block.tokens, Tree(torch.tensor(filled, device=device).view(len(rows), width)), block.n_valid)

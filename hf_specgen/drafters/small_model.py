@@ -55,9 +55,12 @@ class SmallModel(Drafter):
         size = sum(parameter.numel() for parameter in self.model.parameters())
         costs = self.costs or replace(sequences.costs, draft=max(0.03, size / max(1, sequences.target_size)))
         own, asked = self.model.generation_config, sequences.request
-        request = replace(asked, schedule=asked.schedule or own.num_assistant_tokens_schedule)
+        schedule = asked.schedule or own.num_assistant_tokens_schedule
+        if self._draws(sequences) and schedule is None:
+            schedule = "constant"  # what is drawn depends on the length, and the neighbours must not set it
+        request = replace(asked, schedule=schedule)
         number = self.num_tokens if self.num_tokens is not None else own.num_assistant_tokens
-        self._length = DraftLength.choose(request, number, 8, costs)
+        self._length = DraftLength.choose(request, number, 4 if schedule == "constant" else 8, costs)
         self._length.begin(rows)
         settings = (asked.confidence, self.confidence, own.assistant_confidence_threshold)
         self._confidence = next((value for value in settings if value is not None), 0.0)
@@ -66,6 +69,10 @@ class SmallModel(Drafter):
         self._rate = Rate(0.6, 0.7)
         self._rest = self._pause = 0
         self._base = [0] * rows
+
+    def _draws(self, sequences: Sequences) -> bool:
+        """Tell whether tokens are drawn by coins of the drafter's own."""
+        return self.sample and not sequences.greedy and sequences.rule != "gumbel"
 
     def propose(self, sequences: Sequences) -> Draft:
         """Catch up with the text, then draft one token after another."""
