@@ -28,7 +28,7 @@ class Costs:
         if device.type != "cpu":
             return cls()
         if dtype in (torch.bfloat16, torch.float16):
-            return cls(row=0.06, slope=0.016)
+            return cls(row=0.08, slope=0.027)
         return cls(jump=0.5, row=0.033, slope=0.033)
 
     def forward(self, rows: int, width: int) -> float:

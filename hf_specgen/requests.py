@@ -84,7 +84,7 @@ def prepare(
         vocab_size=vocab_size,
         greedy=greedy,
         rule=options.rule,
-        request=read_request(config, options.request),
+        request=read_request(config, model.generation_config, options.request),
         streamer=options.streamer,
         on_tokens=options.on_tokens,
         costs=Costs.default(device, model.dtype),
@@ -181,14 +181,18 @@ def check_positions(model: PreTrainedModel, lengths: list[int], budget: int) -> 
         )
 
 
-def read_request(config: GenerationConfig, asked: DraftRequest) -> DraftRequest:
-    """Settle draft settings: the call's own first, then a generation config that departs from the global defaults."""
+def read_request(config: GenerationConfig, own: GenerationConfig | None, asked: DraftRequest) -> DraftRequest:
+    """Settle draft settings: the call's own first, then those that somebody set in a generation config.
+
+    ``config`` is merged and full of defaults: one of them counts only when the model's ``own`` config set something.
+    """
     defaults = GenerationConfig._get_default_generation_params()
-    merged = config.to_dict()
+    merged, set_on_model = config.to_dict(), own.to_dict() if own is not None else {}
 
     def settle(value: Any, name: str) -> Any:
         given = merged.get(name)
-        return value if value is not None else None if given == defaults.get(name) else given
+        meant = given != defaults.get(name) or set_on_model.get(name) is not None
+        return value if value is not None else given if meant else None
 
     return DraftRequest(
         settle(asked.num_tokens, "num_assistant_tokens"),

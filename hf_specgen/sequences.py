@@ -79,11 +79,11 @@ class Sequences:
 
     def __post_init__(self) -> None:
         rows, width = self.prompt.shape
-        self.budget = max(0, self.stops.max_length - width)
+        self.budget = max(1, self.stops.max_length - width)  # plain decoding asks its criteria after a token
         self.ids = self.prompt.new_zeros(rows, width + self.budget)
         self.ids[:, :width] = self.prompt
         self.new = [0] * rows
-        self.finished = [self.budget == 0] * rows
+        self.finished = [False] * rows
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 
 import pytest
@@ -206,16 +205,6 @@ def test_rows_can_be_selected(layout: str, rows: torch.Tensor) -> None:
     assert model.cache.lengths == [len(text) for text in model.texts]
     model.round(5)
     model.round(3)
-
-
-def test_a_copy_lives_on_its_own() -> None:
-    model = Model("both", 2, seed=3)
-    model.prefill([7, 3], left=False)
-    twin = copy.deepcopy(model)
-    model.round(5)
-    assert twin.cache.lengths == [7, 3]
-    assert twin.cache.layers[0].cache is twin.cache
-    twin.round(6)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

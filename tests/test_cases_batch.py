@@ -1,4 +1,4 @@
-"""Checks C10, C12, C13 and C15 of docs/user_cases: ragged batches, copies of a prompt, windows, padded vocabularies."""
+"""User cases C10, C12, C13 and C15: ragged batches, copies of a prompt, windows, padded vocabularies."""
 
 from __future__ import annotations
 
@@ -190,6 +190,39 @@ def test_c13_sliding_window(kind: str, impl: str, caches: list) -> None:
             assert max(cache.lengths) >= min(lengths) + 30
             for layer in cache.layers:  # window and draft, or 32 slots of spare, however long the text
                 assert layer.keys.shape[2] <= 8 + max(watch.width + 1, 32)
+
+
+class Proofread(Watch):
+    """Compare each drafted token with what the small model says of the whole text, without a cache."""
+
+    wrong = drafted_tokens = 0
+
+    @torch.no_grad()
+    def propose(self, sequences: Sequences) -> Draft:
+        draft = super().propose(sequences)
+        for row, (tokens, count) in enumerate(zip(draft.tokens.tolist(), draft.n_valid.tolist(), strict=True)):
+            text = [*sequences.tokens[row], *tokens[:count]]
+            best = self.inner.model(torch.tensor([text]), use_cache=False).logits[0].argmax(-1).tolist()
+            start = len(text) - count
+            self.wrong += sum(best[start + i - 1] != tokens[i] for i in range(count))
+            self.drafted_tokens += count
+        return draft
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "gpt_oss"])
+def test_c13_drafts_come_from_the_true_past(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rejected drafts must not have overwritten what a window still sees."""
+    model = build(family, "eager" if family == "gpt_oss" else "sdpa")
+    ids, mask = prompts([3, 36, 12, 7])
+    watch = Proofread(SmallModel(disturbed(model), 9))
+    ours(model, watch, ids, mask, max_new_tokens=24)
+    assert watch.drafted_tokens > 100
+    assert watch.longest >= 2
+    assert watch.wrong == 0
+    genuine = hf_specgen.cache.SlotCache.begin  # negative control: rings that forget what may be rolled back
+    monkeypatch.setattr(hf_specgen.cache.SlotCache, "begin", lambda self, width, undo=0: genuine(self, width))
+    ours(model, watch, ids, mask, max_new_tokens=24)
+    assert (watch.wrong > 0) == (family != "llama")
 
 
 def padded(model, extra: int = 8):

@@ -1,4 +1,4 @@
-"""Checks C01, C02, C04, C05 and C06 of docs/user_cases: greedy text, ends and budgets, with every drafter."""
+"""User cases C01, C02, C04, C05 and C06: greedy text, ends and budgets, with every drafter."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from tiny import (
     texts_of,
     tiny,
 )
+from transformers import MaxLengthCriteria
 
 from hf_specgen import PromptLookup, SmallModel, SpeculativeDecoding
 
@@ -189,6 +190,22 @@ def test_c04_a_prompt_of_500_in_a_model_of_512(target) -> None:
         assert watch.longest >= 2
     handle.remove()
     assert 508 <= max(seen) < 512
+
+
+@pytest.mark.parametrize("kind", GREEDY)
+@pytest.mark.parametrize("limit", [5, 24, 25, 29])
+def test_c04_a_callers_own_length_limit(kind: str, limit: int, target) -> None:
+    """Criteria are asked after a token, so a limit within the prompt leaves one."""
+    ids, mask = prompts(ROWS)
+    texts = texts_of(plain(target, ids, mask), mask)
+    asked = {"stopping_criteria": [MaxLengthCriteria(limit)], "return_dict_in_generate": True, "output_scores": True}
+    expected = plain(target, ids, mask, **asked)
+    assert expected.sequences.shape[1] == max(limit, 25)
+    watch = drafter_of(kind, target, texts)
+    result = ours(target, watch, ids, mask, **asked)
+    assert torch.equal(result.sequences, expected.sequences)
+    assert len(result.scores) == len(expected.scores)
+    assert watch.longest >= 2 or limit < 29
 
 
 # Each takes the first plain tokens of the row, so that it changes something.

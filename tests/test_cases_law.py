@@ -1,4 +1,4 @@
-"""Check C08 of docs/user_cases: the law of the first tokens of whole runs, against enumeration with plain logits."""
+"""User case C08: the law of the first tokens of whole runs, against enumeration with plain logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks C20 and C23 of docs/user_cases: what a call returns and streams, and that it leaves nothing behind."""
+"""User cases C20 and C23: what a call returns and streams, and that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from tiny import KINDS, Keep, Watch, drafter_of, letters, plain, prompts, texts_of, tiny
 from transformers import LogitsProcessor, TextIteratorStreamer
 
-from hf_specgen import PromptLookup, SmallModel, SpecGenError, SpeculativeDecoding, disable, enable, last_stats
+from hf_specgen import Costs, PromptLookup, SmallModel, SpecGenError, SpeculativeDecoding, disable, enable, last_stats
 
 ROWS = [5, 17, 11, 24]
 EVERYTHING = {
@@ -188,6 +188,28 @@ def test_c23_no_residue(kind: str, how: str) -> None:
         assert torch.equal(plain(model, ids, mask, **call), expected), "the drafter works again"
     if how == "assistant_model":
         disable(model)
+
+
+@pytest.mark.parametrize(
+    ("own", "given", "width"), [(20, None, 20), (None, None, 16), (5, None, 5), (5, 20, 20), (20, 7, 7)]
+)
+def test_c23_numbers_in_configs_are_read_and_left_alone(own: int | None, given: int | None, width: int) -> None:
+    """Also where a number is transformers' own default; 16 is the lookup's own bound."""
+    model = tiny()
+    ids, mask = prompts([12])
+    text = plain(model, ids, mask)[0].tolist()
+    model.generation_config.num_assistant_tokens = own
+    config = copy.deepcopy(model.generation_config)
+    config.update(num_assistant_tokens=given, max_new_tokens=32)
+    free = Costs(slope=0.0)
+    watch = Watch(PromptLookup(corpus=[text], costs=free))
+    loop = SpeculativeDecoding(watch)
+    settings = {"generation_config": config} if given else {"max_new_tokens": 32, "do_sample": False}
+    before = [state_of(model), config.to_dict()]
+    result = model.generate(ids, attention_mask=mask, custom_generate=loop, **settings)
+    assert result[0].tolist() == text
+    assert watch.width == width
+    assert [state_of(model), config.to_dict()] == before
 
 
 class Late(LogitsProcessor):

@@ -1,4 +1,4 @@
-"""Checks C18 and C19 of docs/user_cases: encoder-decoder and image targets are refused before any token."""
+"""User cases C18 and C19: encoder-decoder and image targets are refused before any token."""
 
 from __future__ import annotations
 
