@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from hf_specgen.bench.run import Settings
     from hf_specgen.cli.session import Session
 
-Demo = Annotated[bool, typer.Option("--demo", help="The demo: SmolLM2-135M, six prompts to copy from, two minutes.")]
+Demo = Annotated[
+    bool, typer.Option("--demo", help="The demo: SmolLM2-135M, six prompts to copy from, about three minutes.")
+]
 OutFolder = Annotated[Path | None, typer.Option("--out", help="Write report.json and plots into this folder.")]
 Repeats = Annotated[int | None, typer.Option(min=1, help="Timed runs of every method and prompt.  [default: 3]")]
 Warmup = Annotated[int, typer.Option(min=0, help="Untimed runs of every method before.")]
