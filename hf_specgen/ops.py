@@ -1,14 +1,25 @@
-"""The only door to the kernels: every operation is called here, and a test can ask which path served it."""
+"""The only door to the kernels: every operation, chosen per call between the plain torch reference and Triton.
+
+Triton runs where the tensors are on a GPU and Triton imports. ``HF_SPECGEN_KERNELS=reference|triton`` or the context
+manager ``use_kernels`` decide otherwise; an operation without a Triton twin always runs as reference.
+"""
 
 from __future__ import annotations
 
+import importlib
+import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import wraps
-from typing import ParamSpec, TypeVar
+from functools import cache, wraps
+from importlib.util import find_spec
+from typing import ParamSpec, TypeVar, cast
 
+import torch
+
+from hf_specgen.errors import SpecGenError
 from hf_specgen.kernels import reference
 from hf_specgen.kernels.common import ACCEPT, DRAFT, GUMBEL, SAMPLE
 
@@ -21,17 +32,23 @@ __all__ = [
     "argmax",
     "block_step",
     "draw",
+    "fuses",
     "gumbel_draw",
     "gumbel_noise",
     "record",
     "residual_draw",
     "uniform",
+    "use_kernels",
 ]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+REFERENCE, TRITON = "reference", "triton"
+_VARIABLE = "HF_SPECGEN_KERNELS"
+
 _open: ContextVar[tuple[Counter[tuple[str, str]], ...]] = ContextVar("open_records", default=())
+_chosen: ContextVar[str | None] = ContextVar("chosen_kernels", default=None)
 
 
 @contextmanager
@@ -45,14 +62,75 @@ def record() -> Iterator[Counter[tuple[str, str]]]:
         _open.reset(token)
 
 
-def _door(kernel: Callable[P, R]) -> Callable[P, R]:
+@contextmanager
+def use_kernels(backend: str) -> Iterator[None]:
+    """Run every operation inside the block as ``reference`` or ``triton``; blocks nest, the inner one decides.
+
+    Raises: ``SpecGenError`` for another name, or for ``triton`` where it is not installed.
+    """
+    token = _chosen.set(_check(backend))
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def fuses(device: torch.device) -> bool:
+    """Tell whether operations on tensors of this device run as Triton kernels."""
+    chosen = _chosen.get() or _from_environment()
+    if chosen is not None:
+        return chosen == TRITON
+    return device.type == "cuda" and _has_triton()
+
+
+def _from_environment() -> str | None:
+    backend = os.environ.get(_VARIABLE)
+    return _check(backend) if backend else None
+
+
+def _check(backend: str) -> str:
+    if backend not in (REFERENCE, TRITON):
+        raise SpecGenError(f"kernels {backend!r} ({_VARIABLE} or use_kernels): 'reference' or 'triton' is required.")
+    if backend == TRITON and not _has_triton():
+        raise SpecGenError("the Triton kernels were asked for, but triton is not installed. Run: pip install triton")
+    return backend
+
+
+@cache
+def _has_triton() -> bool:
+    found = find_spec("triton") is not None
+    if not found:
+        logging.getLogger(__name__).info("Triton is not installed: verification runs in plain torch.")
+    return found
+
+
+def _device(args: tuple[object, ...]) -> torch.device:
+    """Return the device of the first tensor among the arguments, lists of tensors included."""
+    for value in args:
+        first = value[0] if isinstance(value, (list, tuple)) and value else value
+        if isinstance(first, torch.Tensor):
+            return first.device
+    return torch.device("cpu")
+
+
+def _door(kernel: Callable[P, R], twin: str | None = None) -> Callable[P, R]:
+    """Wrap a reference kernel; ``twin`` names the module of ``kernels/`` that holds its Triton twin."""
+
     @wraps(kernel)
     def operation(*args: P.args, **kwargs: P.kwargs) -> R:
+        fused = twin is not None and fuses(_device(args))
         for counts in _open.get():
-            counts[kernel.__name__, "reference"] += 1
-        return kernel(*args, **kwargs)
+            counts[kernel.__name__, TRITON if fused else REFERENCE] += 1
+        run = _triton(twin, kernel.__name__) if twin is not None and fused else kernel
+        return cast("Callable[P, R]", run)(*args, **kwargs)
 
     return operation
+
+
+@cache
+def _triton(module: str, name: str) -> Callable[..., object]:
+    """Import a twin when it is first needed: Triton is optional and slow to import."""
+    return cast("Callable[..., object]", vars(importlib.import_module(f"hf_specgen.kernels.{module}"))[name])
 
 
 accept_siblings = _door(reference.accept_siblings)
