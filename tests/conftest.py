@@ -19,6 +19,8 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():  # before any kernel is defined
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
 settings.load_profile("repeatable")
 
