@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PretrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
+from hf_specgen import ops
 from hf_specgen.draft import Tree
 from hf_specgen.errors import UnsupportedTarget
 
@@ -48,24 +49,8 @@ class SlotGroup:
 
     def visible(self, cache: SlotCache, tree: Tree) -> Tensor:
         """Return the ``(B or 1, S, view)`` bool mask of root and nodes over this group's slots."""
-        lengths = cache.row_lengths
-        scored = len(tree) + 1
-        last = lengths[:, None] + (scored - 1)
-        columns = torch.arange(self.view, device=lengths.device)
-        index = last - (last - columns) % self.capacity
-        node = index - lengths[:, None]
-        ancestors, depth = tree.ancestors, tree.depth
-        rows = max(len(lengths), ancestors.shape[0])
-        inside = node.clamp(min=0)[:, None].expand(rows, scored, -1)
-        seen = ancestors.expand(rows, -1, -1).gather(2, inside) & (node >= 0)[:, None]
-        seen |= ((node < 0) & (index >= 0))[:, None]
-        if self.window is None:
-            return seen
-        query = lengths[:, None] + depth
-        key = torch.where(node < 0, index, query.expand(rows, -1).gather(1, node.clamp(min=0).expand(rows, -1)))
-        if self.kind == "chunked_attention":
-            return seen & (query[:, :, None] // self.window == key[:, None] // self.window)
-        return seen & (query[:, :, None] - key[:, None] < self.window)
+        lengths, chunked = cache.row_lengths, self.kind == "chunked_attention"
+        return ops.tree_mask(lengths, tree.parents, self.capacity, self.view, self.window or 0, chunked, tree.ancestors)
 
 
 class SlotLayer(CacheLayerMixin):
@@ -76,6 +61,10 @@ class SlotLayer(CacheLayerMixin):
         self._cache = ref(cache)  # weak: a cycle would keep every call's buffers until the collector runs
         self.group = group
         self.is_sliding = group.window is not None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the link to the cache out: a copied or unpickled cache ties its own layers."""
+        return {name: value for name, value in self.__dict__.items() if name != "_cache"}
 
     @property
     def cache(self) -> SlotCache:
@@ -138,11 +127,15 @@ class SlotLayer(CacheLayerMixin):
                 new.copy_(old.gather(2, index))
             self.__dict__[name] = new
 
-    def move(self, source: Tensor, destination: Tensor) -> None:
-        """Copy slots ``source (B, K)`` to ``destination (B, K)``, row by row."""
-        for buffer in (self.keys, self.values):
-            rows = torch.arange(len(source), device=buffer.device)[:, None]
-            buffer[rows, :, destination.to(buffer.device)] = buffer[rows, :, source.to(buffer.device)]
+    def keep(self, order: list[int]) -> None:
+        """Put row ``order[i]`` at place ``i`` and forget the rest; only rows behind ``len(order)`` move."""
+        if not self.is_initialized:
+            return
+        for new, old in enumerate(order):
+            if new != old:
+                self.keys[new].copy_(self.keys[old])
+                self.values[new].copy_(self.values[old])
+        self.keys, self.values = self.keys[: len(order)], self.values[: len(order)]
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows named."""
@@ -185,6 +178,12 @@ class SlotCache(Cache):
             group = self.groups.setdefault((kind, window), SlotGroup(kind, window))
             layers.append(SlotLayer(self, group))
         super().__init__(layers=layers)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Tie copied layers to this cache; those of a shallow copy stay with the cache they serve."""
+        self.__dict__.update(state)
+        for layer in self.layers:
+            layer.__dict__.setdefault("_cache", ref(self))
 
     def begin_prefill(self, width: int, lengths: list[int], left_padded: bool) -> None:
         """Announce a pass over empty rows: ``lengths[r]`` of its ``width`` columns are row ``r``'s prompt."""
@@ -238,6 +237,12 @@ class SlotCache(Cache):
         self.lengths = list(lengths)
         self.row_lengths = torch.tensor(self.lengths, device=self.device)
 
+    def keep(self, order: list[int]) -> None:
+        """Put row ``order[i]`` at place ``i`` and forget the rest; ``order[i]`` is ``i`` or behind ``len(order)``."""
+        for layer in self.layers:
+            layer.keep(order)
+        self.crop_rows([self.lengths[row] for row in order])
+
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows named by ``indices`` (int64 or bool)."""
         rows = torch.arange(len(self.lengths))[indices.cpu()]
@@ -253,9 +258,13 @@ class SlotCache(Cache):
         front = self.row_lengths[:, None] + 1
         source = front + paths
         destination = front + torch.arange(paths.shape[1], device=self.device)
-        for layer in self.layers:
-            capacity = layer.group.capacity
-            layer.move(source % capacity, destination % capacity)
+        for group in self.groups.values():
+            buffers: dict[torch.device, list[Tensor]] = {}
+            for layer in self.layers:
+                if layer.group is group and layer.is_initialized:
+                    buffers.setdefault(layer.keys.device, []).extend((layer.keys, layer.values))
+            for nearby in buffers.values():
+                ops.move_slots(nearby, source % group.capacity, destination % group.capacity)
 
     def _grow(self, group: SlotGroup, needed: int) -> None:
         if needed <= group.capacity:

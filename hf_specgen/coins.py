@@ -43,6 +43,10 @@ class Coins(CoinSource):
     row_ids: Tensor
     positions: Tensor
 
+    def take(self, rows: Tensor) -> Coins:
+        """Return the coins of the rows named by ``rows (R)``."""
+        return Coins(self.seeds[rows], self.row_ids[rows], self.positions[rows])
+
     def uniform(self, rows: Tensor, depth: Tensor | int, use: int, sibling: int = 0) -> Tensor:
         """Return coins of 53 bits, see ``CoinSource``."""
         return ops.uniform(self.seeds[rows], self.row_ids[rows], self.positions[rows] + depth, use, sibling)

@@ -40,20 +40,19 @@ class Costs:
         """Return the cost of drafting and scoring ``width`` tokens in each row, over that of a plain step."""
         return self.forward(rows, width) / self.forward(rows, 0) + self.draft * width
 
-    def best_lengths(self, rates: Sequence[tuple[float, float]], available: Sequence[int]) -> list[int]:
+    def best_lengths(self, rates: Sequence[tuple[float, float]], available: Sequence[int], rows: int) -> list[int]:
         """Return each row's draft length that maximises tokens per cost of the common pass.
 
         ``rates[r]`` is the chance that the first token is accepted and the chance of each later one given all
-        before; ``available[r]`` bounds the row.
+        before; ``available[r]`` bounds the row. ``rows`` rows are not finished: the pass holds only those.
         """
-        rows = len(available)
-        expected = [1.0] * rows
-        best, best_width = float(rows), 0
+        expected = best = float(rows)
+        best_width = 0
         for width in range(1, max(available, default=0) + 1):
-            for row, (first, later) in enumerate(rates):
-                if width <= available[row]:
-                    expected[row] += first * later ** (width - 1)
-            gain = sum(expected) / self.round(rows, width)
+            for bound, (first, later) in zip(available, rates, strict=True):
+                if width <= bound:
+                    expected += first * later ** (width - 1)
+            gain = expected / self.round(rows, width)
             if gain > best:
                 best, best_width = gain, width
         return [min(best_width, bound) for bound in available]

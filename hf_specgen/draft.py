@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -119,6 +119,17 @@ class Draft:
         """Return N, the number of nodes."""
         return self.tokens.shape[1]
 
+    def take(self, rows: Tensor) -> Draft:
+        """Return the draft of the rows named by ``rows (R)``, in that order."""
+        parents = self.tree.parents
+        tree = Tree(parents[rows], self.tree.is_chain) if len(parents) > 1 else self.tree
+        q = self.q
+        if isinstance(q, SparseQ):
+            q = SparseQ(q.ids[rows], q.probs[rows])
+        elif q is not None:
+            q = DenseQ(q.logits[rows])
+        return replace(self, tokens=self.tokens[rows], tree=tree, n_valid=self.n_valid[rows], q=q)
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -133,6 +144,15 @@ class Verdict:
     n: Tensor
     next: Tensor
     invalid: Tensor
+
+    def spread(self, rows: Tensor, total: int) -> Verdict:
+        """Return the verdict of ``total`` rows of which these are ``rows (R)``; the others accept nothing."""
+        return Verdict(*(spread(part, rows, total) for part in (self.path, self.n, self.next, self.invalid)))
+
+
+def spread(part: Tensor, rows: Tensor, total: int) -> Tensor:
+    """Place ``part (R, ...)`` at ``rows (R)`` of ``total`` rows of zeros."""
+    return part.new_zeros(total, *part.shape[1:]).index_copy_(0, rows, part)
 
 
 @dataclass(frozen=True)

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers import PreTrainedModel
 
+from hf_specgen.attention import PassAttention, implementation_of
 from hf_specgen.cache import SlotCache
 from hf_specgen.draft import Tree
 from hf_specgen.errors import UnsupportedTarget
 
-_PACKED = "specgen_packed_sdpa"
 _CACHE_NAMES = ("cache", "past_key_values")
 
 
@@ -51,20 +47,26 @@ class CachedModel:
         self._trims_logits = "logits_to_keep" in arguments
         self.device = model.get_input_embeddings().weight.device
         self.cache = SlotCache(model.config, rows, self.device, reserve)
-        text = model.config.get_text_config(decoder=True)
         self.seconds = 0.0
-        # another thread may be inside a pass on this model right now
-        self._implementation = "sdpa" if text._attn_implementation == _PACKED else text._attn_implementation
         self._one_kind = len(self.cache.groups) == 1
-        self._packs = self._implementation == "sdpa" and _shares_heads(text.to_dict())
-        if self._packs:
-            AttentionInterface.register(_PACKED, packed_sdpa)
-            AttentionMaskInterface.register(_PACKED, sdpa_mask)
+        self._attention = PassAttention(model)
 
     @property
     def lengths(self) -> list[int]:
         """Return each row's committed length."""
         return self.cache.lengths
+
+    def keep(self, live: list[int], finished: list[bool]) -> list[int]:
+        """Drop finished rows; ``live[i]`` names the row of the batch at place ``i``. Return the new names by place."""
+        staying = [place for place, row in enumerate(live) if not finished[row]]
+        if len(staying) == len(live):
+            return live
+        front = len(staying)
+        movers = [place for place in staying if place >= front]
+        holes = set(range(front)).difference(staying)
+        order = [movers.pop() if place in holes else place for place in range(front)]
+        self.cache.keep(order)
+        return [live[place] for place in order]
 
     def prefill(self, ids: Tensor, lengths: list[int], hidden: bool = False, chunk: int | None = None) -> ForwardOutput:
         """Read left-padded prompts ``ids (B, W)``; row ``r`` holds ``lengths[r]`` real tokens at the end.
@@ -110,7 +112,7 @@ class CachedModel:
         depth = tree.depth
         if n_valid is not None:
             depth = depth * (torch.arange(tokens.shape[1], device=self.device) <= n_valid[:, None])
-        with self._attention():
+        with self._attention.on():
             output = self._call(
                 tokens,
                 attention_mask=self._masks(tree),
@@ -158,26 +160,13 @@ class CachedModel:
 
     def _masks(self, tree: Tree) -> Tensor | dict[str, Tensor]:
         masks = self.cache.masks(tree)
-        if self._implementation != "sdpa":  # eager adds its mask
+        if self._attention.implementation != "sdpa":  # eager adds its mask
             low = torch.finfo(self.model.dtype).min
             zero = torch.zeros((), dtype=self.model.dtype, device=self.device)
             masks = {kind: torch.where(mask, zero, low) for kind, mask in masks.items()}
         rows = len(self.lengths)
         masks = {kind: mask.expand(rows, -1, -1, -1) for kind, mask in masks.items()}
         return next(iter(masks.values())) if self._one_kind else masks
-
-    @contextmanager
-    def _attention(self) -> Iterator[None]:
-        """Let the pass use packed attention; the config is as before afterwards."""
-        if not self._packs:
-            yield
-            return
-        text = self.model.config.get_text_config(decoder=True)
-        text._attn_implementation = _PACKED
-        try:
-            yield
-        finally:
-            text._attn_implementation = self._implementation
 
 
 def check_arguments(model: PreTrainedModel, arguments: Any) -> None:
@@ -192,51 +181,12 @@ def check_arguments(model: PreTrainedModel, arguments: Any) -> None:
             f"{name}.forward takes no position_ids or no key/value cache: both are required to score rows of different "
             "lengths in one pass. Use plain generate()."
         )
-    implementation = model.config.get_text_config(decoder=True)._attn_implementation
-    if implementation not in ("sdpa", "eager", _PACKED):
+    implementation = implementation_of(model)
+    if implementation not in ("sdpa", "eager"):
         raise UnsupportedTarget(
             f"{name} runs with attn_implementation={implementation!r}: 'sdpa' or 'eager' is required, other kernels "
             f"cannot take a tree mask. Call model.set_attn_implementation('sdpa')."
         )
-
-
-def packed_sdpa(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attend with the head group folded into the query axis, so that keys and values are never repeated.
-
-    The name stands in the model's config while a pass runs, so another thread's plain forward may land here: without a
-    mask, or with one over queries and keys of equal number, it is given to transformers' own function.
-
-    Shapes: ``query (B, Hq, S, D)``, ``key, value (B, Hkv, T, D)``, ``attention_mask (B, 1, S, T)`` bool; returns
-    ``(B, S, Hq, D)``.
-    """
-    rows, heads, width, dim = query.shape
-    shared = key.shape[1]
-    if attention_mask is None or width == key.shape[2]:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    group = heads // shared
-    if group > 1:
-        query = query.reshape(rows, shared, group * width, dim)
-        attention_mask = attention_mask.repeat(1, 1, group, 1)
-    out = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
-    )
-    return out.reshape(rows, heads, width, value.shape[-1]).transpose(1, 2).contiguous(), None
-
-
-def _shares_heads(settings: dict[str, Any]) -> bool:
-    """Tell whether query heads share key/value heads and attention is the plain product (no bias, no soft cap)."""
-    heads, shared = settings.get("num_attention_heads"), settings.get("num_key_value_heads")
-    plain = settings.get("attn_logit_softcapping") is None
-    return plain and heads is not None and shared is not None and shared < heads
 
 
 def _left_pad(states: list[tuple[Tensor, ...]], index: Tensor, width: int) -> tuple[Tensor, ...]:

@@ -129,8 +129,8 @@ class SpeculativeDecoding:
             self.streamer.put(sequences.prompt.cpu())
         if sequences.done:
             return stats
-        round = target.prefill()
-        log.add(round, target.scores, sequences.active)
+        round, scores = target.prefill()
+        log.add(round, scores, sequences.active)
         sequences.append(round)
         stats.prefill_seconds = clock.lap()
         before = target.cached.seconds
@@ -139,9 +139,9 @@ class SpeculativeDecoding:
             draft = self.drafter.propose(sequences)
             stats.draft_seconds += clock.lap()
             scores = target.score(draft)
-            verdict = verify(scores, draft, sequences.coins(), sequences.rule)
+            verdict = verify(scores, scores.draft, scores.coins(), sequences.rule)
             stats.verify_seconds += clock.lap()
-            round = target.commit(draft, verdict)
+            round = target.commit(draft, scores, verdict)
             stats.add(round, sequences.active)
             log.add(round, scores, sequences.active)
             sequences.append(round)

@@ -37,9 +37,9 @@ class OutputLog:
         """Tell whether nothing per token was asked for."""
         return self.scores is None and self.logits is None and self.hidden is None
 
-    def add(self, round: Round, scores: Scores | None, active: list[bool]) -> None:
+    def add(self, round: Round, scores: Scores, active: list[bool]) -> None:
         """Log every token that a round emitted, before it is cut."""
-        if scores is None or self.is_empty:
+        if self.is_empty:
             return
         if self.hidden is not None and not self._prompt_hidden:
             self._prompt_hidden = scores.hidden
@@ -48,14 +48,15 @@ class OutputLog:
                 self._add_row(row, torch.tensor([0, *(node + 1 for node in path)], device=scores.device), scores)
 
     def _add_row(self, row: int, nodes: Tensor, scores: Scores) -> None:
-        owner = torch.full_like(nodes, row)
+        place = scores.place(row)
+        owner = torch.full_like(nodes, place)
         if self.logits is not None:
             self.logits[row].extend(scores.raw(owner, nodes).float().split(1))
         if self.scores is not None:
             self.scores[row].extend(scores.at(owner, nodes).split(1))
         if self.hidden is not None:
             for node in nodes.tolist():
-                self.hidden[row].append(tuple(layer[row : row + 1, node : node + 1] for layer in scores.hidden))
+                self.hidden[row].append(tuple(layer[place : place + 1, node : node + 1] for layer in scores.hidden))
 
     def result(self, sequences: Sequences, pad: int, stats: AcceptanceStats) -> Tensor | GenerateDecoderOnlyOutput:
         """Return what ``generate()`` returns, with ``speculation`` on it."""

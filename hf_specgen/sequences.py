@@ -113,9 +113,9 @@ class Sequences:
         width = max(self.lengths)
         return torch.tensor([[0] * (width - len(row)) + row for row in self.tokens], device=self.prompt.device)
 
-    def roots(self) -> Tensor:
-        """Return each row's newest token, ``(B, 1)``."""
-        return torch.tensor([[row[-1]] for row in self.tokens], device=self.prompt.device)
+    def roots(self, rows: Sequence[int]) -> Tensor:
+        """Return the newest token of the rows named, ``(R, 1)``."""
+        return torch.tensor([[self.tokens[row][-1]] for row in rows], device=self.prompt.device)
 
     def prefix(self, row: int) -> Tensor:
         """Return row ``row`` as processors and criteria see it: ``(1, L + new)``, left padding included."""

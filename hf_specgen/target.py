@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specgen.draft import Draft, Round, Verdict
+from hf_specgen.coins import Coins
+from hf_specgen.draft import Draft, Round, Verdict, spread
 from hf_specgen.forward import CachedModel
 from hf_specgen.sequences import Sequences
 from hf_specgen.verify import verify
@@ -17,12 +18,17 @@ from hf_specgen.verify import verify
 
 @dataclass(frozen=True)
 class Scores:
-    """Hold one pass's logits ``(B, S, V)`` and warp a row of them only when it is read."""
+    """Hold one pass's logits ``(R, S, V)`` and warp a row of them only when it is read.
+
+    ``draft`` is the part of the round's draft that was scored. ``live (R)`` names the rows of the batch that the pass
+    held; None: all of them. Everywhere else in this class a row is a row of the pass.
+    """
 
     logits: Tensor
     draft: Draft
     sequences: Sequences
     hidden: tuple[Tensor, ...] = field(default=())
+    live: Tensor | None = None
 
     @property
     def greedy(self) -> bool:
@@ -41,7 +47,8 @@ class Scores:
 
     def at(self, rows: Tensor, nodes: Tensor) -> Tensor:
         """Return processed float32 logits ``(R, V)`` at scored coordinates ``nodes`` (0 is the root) of ``rows``."""
-        return self.sequences.warp(self.raw(rows, nodes), rows, lambda place: self._prefix(rows, nodes, place))
+        owners = rows if self.live is None else self.live[rows]
+        return self.sequences.warp(self.raw(rows, nodes), owners, lambda place: self._prefix(rows, nodes, place))
 
     def raw(self, rows: Tensor, nodes: Tensor) -> Tensor:
         """Return the model's own logits ``(R, V)`` at those places."""
@@ -49,9 +56,18 @@ class Scores:
             return self.logits[int(rows), int(nodes)].unsqueeze(0)
         return self.logits[rows, nodes]
 
+    def coins(self) -> Coins:
+        """Return the coins of the rows that were scored."""
+        coins = self.sequences.coins()
+        return coins if self.live is None else coins.take(self.live)
+
+    def place(self, row: int) -> int:
+        """Return where a row of the batch stands in the pass."""
+        return row if self.live is None else self.live.tolist().index(row)
+
     def _prefix(self, rows: Tensor, nodes: Tensor, place: int) -> Tensor:
         row, node = int(rows[place]), int(nodes[place])
-        prefix = self.sequences.prefix(row)
+        prefix = self.sequences.prefix(row if self.live is None else int(self.live[row]))
         if node == 0:
             return prefix
         ancestors = self.draft.tree.ancestors
@@ -76,41 +92,52 @@ class Target:
         self.prefill_chunk = prefill_chunk
         reserve = max(sequences.lengths) + sequences.budget + 1
         self.cached = CachedModel(model, len(sequences), reserve)
-        self.scores: Scores | None = None
+        self.live = list(range(len(sequences)))
 
-    def prefill(self) -> Round:
+    def prefill(self) -> tuple[Round, Scores]:
         """Read the prompts; the round that comes back has an empty draft and every row's first token."""
         sequences = self.sequences
         output = self.cached.prefill(sequences.left_padded(), sequences.lengths, self.wants_hidden, self.prefill_chunk)
         draft = Draft.empty(len(sequences), self.cached.device)
-        self.scores = Scores(output.logits, draft, sequences, output.hidden)
-        verdict = verify(self.scores, draft, sequences.coins(), sequences.rule)
-        return Round(draft, verdict, self._picked(output.hidden))
+        scores = Scores(output.logits, draft, sequences, output.hidden)
+        verdict = verify(scores, draft, sequences.coins(), sequences.rule)
+        return Round(draft, verdict, self._picked(output.hidden)), scores
 
     def score(self, draft: Draft) -> Scores:
-        """Run one forward over every row's root and draft nodes."""
+        """Run one forward over the root and draft nodes of every unfinished row; finished rows leave the cache."""
+        self.live = self.cached.keep(self.live, self.sequences.finished)
+        live = None
+        if len(self.live) < len(self.sequences):
+            live = torch.tensor(self.live, device=self.cached.device)
+            draft = draft.take(live)
         # ids that do not exist cannot be accepted (``verify`` sees to it), but they must not crash the embedding
         drafted = draft.tokens.clamp(0, self.sequences.vocab_size - 1)
-        tokens = torch.cat([self.sequences.roots(), drafted], 1)
+        tokens = torch.cat([self.sequences.roots(self.live), drafted], 1)
         output = self.cached.extend(tokens, draft.tree, draft.n_valid, self.wants_hidden)
-        self.scores = Scores(output.logits, draft, self.sequences, output.hidden)
-        return self.scores
+        return Scores(output.logits, draft, self.sequences, output.hidden, live)
 
-    def commit(self, draft: Draft, verdict: Verdict) -> Round:
-        """Keep the accepted path in the cache; the newest token stays uncached. Finished rows keep their length."""
-        hidden: tuple[Tensor, ...] = ()
-        scores = self.scores
-        if scores is not None and self.hidden_layers:
-            nodes = torch.cat([torch.zeros_like(verdict.next)[:, None], verdict.path + 1], 1)
-            hidden = tuple(
-                layer.gather(1, nodes[..., None].expand(-1, -1, layer.shape[-1]))
-                for layer in self._picked(scores.hidden)
-            )
+    def commit(self, draft: Draft, scores: Scores, verdict: Verdict) -> Round:
+        """Keep the accepted path of every scored row in the cache; the newest token stays uncached.
+
+        ``verdict`` judges the scored rows; the round that comes back holds every row of ``draft``.
+        """
+        hidden = self._on_path(scores.hidden, verdict) if self.hidden_layers else ()
+        judged = verdict
+        if scores.live is not None:
+            total = len(draft.tokens)
+            verdict = verdict.spread(scores.live, total)
+            hidden = tuple(spread(layer, scores.live, total) for layer in hidden)
         round = Round(draft, verdict, hidden)
-        counts = [len(path) + 1 if live else 0 for path, live in zip(round.paths, self.sequences.active, strict=True)]
-        straight = all(path == list(range(len(path))) for path in round.paths)
-        self.cached.cache.commit(counts, None if straight else verdict.path)
+        paths = [round.paths[row] for row in self.live]
+        straight = all(path == list(range(len(path))) for path in paths)
+        self.cached.cache.commit([len(path) + 1 for path in paths], None if straight else judged.path)
         return round
+
+    def _on_path(self, hidden: tuple[Tensor, ...], verdict: Verdict) -> tuple[Tensor, ...]:
+        nodes = torch.cat([torch.zeros_like(verdict.next)[:, None], verdict.path + 1], 1)
+        return tuple(
+            layer.gather(1, nodes[..., None].expand(-1, -1, layer.shape[-1])) for layer in self._picked(hidden)
+        )
 
     def _picked(self, hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tuple(hidden[layer] for layer in self.hidden_layers) if hidden else ()

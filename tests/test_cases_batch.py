@@ -273,9 +273,9 @@ def test_c10_the_comparison_can_fail(target, ends: dict, monkeypatch: pytest.Mon
 
     genuine = Target.commit
 
-    def commit(self: Target, draft: Draft, verdict):
+    def commit(self: Target, draft: Draft, scores, verdict):
         shortest = verdict.n.min().expand_as(verdict.n)
-        return genuine(self, draft, replace(verdict, n=shortest))
+        return genuine(self, draft, scores, replace(verdict, n=shortest))
 
     ids, mask = prompts(SHORT)
     expected = plain(target, ids, mask, **ends)

@@ -51,15 +51,15 @@ def test_a_round_costs_what_the_theory_says(rate: float, width: int, draft: floa
 )
 def test_the_best_length_is_the_theorys(rate: float, draft: float, width: int) -> None:
     costs = Costs(slope=0.0, draft=draft)
-    assert costs.best_lengths([(rate, rate)], [32]) == [width]
-    assert costs.best_lengths([(rate, rate)], [3]) == [min(3, width)], "never more than there is"
+    assert costs.best_lengths([(rate, rate)], [32], 1) == [width]
+    assert costs.best_lengths([(rate, rate)], [3], 1) == [min(3, width)], "never more than there is"
 
 
 def test_free_drafts_are_taken_whole_and_dear_passes_end_them() -> None:
-    assert Costs(slope=0.0).best_lengths([(0.5, 0.5)], [12]) == [12]
-    assert Costs(slope=0.0, jump=10.0).best_lengths([(0.5, 0.5)], [12]) == [0]
-    assert Costs().best_lengths([], []) == []
-    assert Costs().best_lengths([(1.0, 1.0)], [0]) == [0]
+    assert Costs(slope=0.0).best_lengths([(0.5, 0.5)], [12], 1) == [12]
+    assert Costs(slope=0.0, jump=10.0).best_lengths([(0.5, 0.5)], [12], 1) == [0]
+    assert Costs().best_lengths([], [], 1) == []
+    assert Costs().best_lengths([(1.0, 1.0)], [0], 1) == [0]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -82,7 +82,7 @@ def test_a_batch_gets_the_width_that_brute_force_finds(seed: int) -> None:
         return tokens / (wide / one + 0.03 * width)
 
     best = max(range(13), key=lambda width: (speed(width), -width))
-    assert costs.best_lengths(rates, bounds) == [min(best, bound) for bound in bounds]
+    assert costs.best_lengths(rates, bounds, rows) == [min(best, bound) for bound in bounds]
 
 
 def test_default_costs_differ_by_device_and_dtype() -> None:

@@ -264,8 +264,8 @@ def test_uncoupled_drafts_would_be_seen(target, monkeypatch: pytest.MonkeyPatch)
     """Negative control of the gumbel check: a drafter with noise of its own."""
     genuine = _Chain.__init__
 
-    def init(self: _Chain, sequences: Sequences, sample: bool) -> None:
-        genuine(self, sequences, sample)
+    def init(self: _Chain, sequences: Sequences, live: list[int], sample: bool) -> None:
+        genuine(self, sequences, live, sample)
         if self._coins is not None:
             self._coins = Coins(self._coins.seeds + 1, self._coins.row_ids, self._coins.positions)
 

@@ -59,14 +59,15 @@ class CheckCache(Follow):
     def observe(self, round: Round) -> None:
         super().observe(round)
         cached = self.inner._cached
-        for row, (tokens, length) in enumerate(zip(self.sequences.tokens, cached.lengths, strict=True)):
+        for place, (row, length) in enumerate(zip(self.inner._live, cached.lengths, strict=True)):
+            tokens = self.sequences.tokens[row]
             if self.sequences.finished[row]:
                 continue
             if proposed := round.proposed[row]:  # what it read and the target kept is not read again
                 assert length >= len(self.made[-1][0][row]) + min(proposed - 1, len(round.paths[row]))
             assert length <= len(tokens) - 1, "the newest token is not the drafter's yet"
             if length:
-                self.compare(cached, row, tokens[:length])
+                self.compare(cached, place, tokens[:length])
 
     def compare(self, cached, row: int, tokens: list[int]) -> None:
         fresh = DynamicCache()  # without the config: every layer keeps all of the text

@@ -110,7 +110,8 @@ class PromptLookup(Drafter):
         bounds = self._length.bounds(sequences.room)
         self._found = [self._search(row, bound) for row, bound in enumerate(bounds)]
         rates = [self._rates[n - 1] for n, _ in self._found]
-        counts = self._length.cut([len(texts[0]) for _, texts in self._found], rates)
+        lengths = [len(texts[0]) for _, texts in self._found]
+        counts = self._length.cut(lengths, rates, sum(sequences.active))
         drafts = [[text[:count] for text in texts] for (_, texts), count in zip(self._found, counts, strict=True)]
         device = sequences.prompt.device
         if self.branches == 1:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specgen import ops
 from hf_specgen.coins import DRAFT
 from hf_specgen.costs import Costs, Rate
-from hf_specgen.draft import DenseQ, Draft, Round, Tree
+from hf_specgen.draft import DenseQ, Draft, Round, Tree, spread
 from hf_specgen.drafters.base import Drafter, DraftLength
 from hf_specgen.errors import IncompatibleDrafter
 from hf_specgen.forward import CachedModel
@@ -68,6 +68,7 @@ class SmallModel(Drafter):
         self._cached = CachedModel(self.model, rows, reserve)
         self._rate = Rate(0.6, 0.7)
         self._rest = self._pause = 0
+        self._live = list(range(rows))
         self._base = [0] * rows
 
     def _draws(self, sequences: Sequences) -> bool:
@@ -75,14 +76,16 @@ class SmallModel(Drafter):
         return self.sample and not sequences.greedy and sequences.rule != "gumbel"
 
     def propose(self, sequences: Sequences) -> Draft:
-        """Catch up with the text, then draft one token after another."""
-        wanted = self._wanted(sequences)
-        if not any(wanted):
+        """Catch up with the text, then draft one token after another for the rows that are not finished."""
+        self._live = self._cached.keep(self._live, sequences.finished)
+        every = self._wanted(sequences)
+        if not any(every):
             self._base = list(self._cached.lengths)
             return Draft.empty(len(sequences), sequences.prompt.device)
+        wanted = [every[row] for row in self._live]
         logits = self._catch_up(sequences, wanted)
         self._base = list(self._cached.lengths)
-        chain = _Chain(sequences, self.sample and not sequences.greedy)
+        chain = _Chain(sequences, self._live, self.sample and not sequences.greedy)
         while True:
             scores = chain.warp(logits)
             self._stop_unsure(scores, chain, wanted)
@@ -100,8 +103,8 @@ class SmallModel(Drafter):
         """Roll the drafter's cache back to the accepted tokens and learn how often they are."""
         self._length.observe(round)
         lengths = [
-            base + min(length - base, len(path))
-            for base, length, path in zip(self._base, self._cached.lengths, round.paths, strict=True)
+            base + min(length - base, len(round.paths[row]))
+            for base, length, row in zip(self._base, self._cached.lengths, self._live, strict=True)
         ]
         self._cached.cache.crop_rows(lengths)
         for proposed, path in zip(round.proposed, round.paths, strict=True):
@@ -121,7 +124,7 @@ class SmallModel(Drafter):
         if self._rest > 0:
             self._rest -= 1
             return [0] * len(bounds)
-        wanted = self._length.cut(bounds, [self._rate] * len(bounds))
+        wanted = self._length.cut(bounds, [self._rate] * len(bounds), len(self._live))
         if any(wanted) or not any(bounds):
             self._pause = 0 if any(wanted) else self._pause
             return wanted
@@ -131,13 +134,13 @@ class SmallModel(Drafter):
 
     def _catch_up(self, sequences: Sequences, wanted: list[int]) -> Tensor:
         """Feed every token the drafter has not read; return the logits ``(B, V_draft)`` after each row's newest."""
-        lengths = self._cached.lengths
+        lengths, texts = self._cached.lengths, [sequences.tokens[row] for row in self._live]
         pending = [
-            row[length:] if want else []  # rows that draft nothing may be past the drafter's context: leave them
-            for row, length, want in zip(sequences.tokens, lengths, wanted, strict=True)
+            text[length:] if want else []  # rows that draft nothing may be past the drafter's context: leave them
+            for text, length, want in zip(texts, lengths, wanted, strict=True)
         ]
         if not any(lengths):
-            pending = [row or tokens[:1] for row, tokens in zip(pending, sequences.tokens, strict=True)]
+            pending = [row or text[:1] for row, text in zip(pending, texts, strict=True)]
             return self._cached.prefill(self._padded(pending, left=True), [len(row) for row in pending]).logits[:, 0]
         counts = torch.tensor([len(row) for row in pending], device=self._cached.device)
         width = max(map(len, pending))
@@ -169,12 +172,13 @@ class SmallModel(Drafter):
 
 
 class _Chain:
-    """Collect one draft, token by token."""
+    """Collect one draft, token by token, for the rows of the batch that ``live`` names."""
 
-    def __init__(self, sequences: Sequences, sample: bool) -> None:
-        self._sequences, self._sample = sequences, sample
-        self._coins = sequences.coins() if sample else None
-        self._rows = torch.arange(len(sequences), device=sequences.prompt.device)
+    def __init__(self, sequences: Sequences, live: list[int], sample: bool) -> None:
+        self._sequences, self._live = sequences, live
+        self._rows = torch.arange(len(live), device=sequences.prompt.device)
+        self._owners = torch.tensor(live, device=sequences.prompt.device)
+        self._coins = sequences.coins().take(self._owners) if sample else None
         self._tokens: list[Tensor] = []
         self._laws: list[Tensor] = []
 
@@ -190,7 +194,7 @@ class _Chain:
             logits = torch.nn.functional.pad(logits, (0, size - width), value=float("-inf"))
         drafted = torch.stack(self._tokens, 1) if self._tokens else sequences.prompt[:, :0]
         return sequences.warp(
-            logits, self._rows, lambda row: torch.cat([sequences.prefix(row), drafted[row : row + 1]], 1)
+            logits, self._owners, lambda i: torch.cat([sequences.prefix(self._live[i]), drafted[i : i + 1]], 1)
         )
 
     def pick(self, scores: Tensor) -> Tensor:
@@ -208,13 +212,17 @@ class _Chain:
         return token[:, None]
 
     def draft(self, wanted: list[int]) -> Draft:
-        """Return the draft; it carries its law only when tokens were drawn by coins of its own."""
-        rows, device = len(wanted), self._sequences.prompt.device
+        """Return the draft of the whole batch; it carries its law only when tokens were drawn by coins of its own."""
+        rows, device = len(self._sequences), self._sequences.prompt.device
         if not self._tokens:
             return Draft.empty(rows, device)
-        law = DenseQ(torch.stack(self._laws, 1)) if self._laws else None
-        tokens = torch.stack(self._tokens, 1)
-        return Draft(tokens, Tree.chain(tokens.shape[1], device), torch.tensor(wanted, device=device), law)
+        law = DenseQ(self._spread(torch.stack(self._laws, 1))) if self._laws else None
+        tokens, counts = self._spread(torch.stack(self._tokens, 1)), self._spread(torch.tensor(wanted, device=device))
+        return Draft(tokens, Tree.chain(tokens.shape[1], device), counts, law)
+
+    def _spread(self, part: Tensor) -> Tensor:
+        rows = len(self._sequences)
+        return part if len(self._live) == rows else spread(part, self._owners, rows)
 
 
 def check_vocabularies(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
