@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import exp
 
 import torch
+
+_AHEAD = 4.0  # tokens: a row this much ahead of another counts e times less
 
 
 @dataclass(frozen=True)
@@ -23,10 +26,13 @@ class Costs:
     draft: float = 0.0
 
     @classmethod
-    def default(cls, device: torch.device, dtype: torch.dtype) -> Costs:
+    def default(cls, device: torch.device, dtype: torch.dtype, prepacked: bool = False) -> Costs:
         """Return the figures for a device and dtype (docs/benchmarks.md says where they come from)."""
         if device.type != "cpu":
             return cls()
+        if prepacked:  # in float32 too a pass of several positions is the same kind of product: no jump
+            half = dtype in (torch.bfloat16, torch.float16)
+            return cls(row=0.08, slope=0.03) if half else cls(row=0.05, slope=0.05)
         if dtype in (torch.bfloat16, torch.float16):
             return cls(row=0.08, slope=0.027)
         return cls(jump=0.5, row=0.033, slope=0.033)
@@ -40,22 +46,40 @@ class Costs:
         """Return the cost of drafting and scoring ``width`` tokens in each row, over that of a plain step."""
         return self.forward(rows, width) / self.forward(rows, 0) + self.draft * width
 
-    def best_lengths(self, rates: Sequence[tuple[float, float]], available: Sequence[int], rows: int) -> list[int]:
-        """Return each row's draft length that maximises tokens per cost of the common pass.
+    def best_lengths(
+        self, rates: Sequence[tuple[float, float]], available: Sequence[int], remaining: Sequence[int]
+    ) -> list[int]:
+        """Return each row's draft length that maximises what the tokens of the common pass are worth per cost.
 
         ``rates[r]`` is the chance that the first token is accepted and the chance of each later one given all
-        before; ``available[r]`` bounds the row. ``rows`` rows are not finished: the pass holds only those.
+        before; ``available[r]`` bounds the row; ``remaining[r]`` is its budget, 0 when it is finished.
         """
+        worth, rows = self.worth(remaining), sum(left > 0 for left in remaining)
         expected = best = float(rows)
         best_width = 0
         for width in range(1, max(available, default=0) + 1):
-            for bound, (first, later) in zip(available, rates, strict=True):
+            for value, bound, (first, later) in zip(worth, available, rates, strict=True):
                 if width <= bound:
-                    expected += first * later ** (width - 1)
+                    expected += value * first * later ** (width - 1)
             gain = expected / self.round(rows, width)
             if gain > best:
                 best, best_width = gain, width
         return [min(best_width, bound) for bound in available]
+
+    def worth(self, remaining: Sequence[int]) -> list[float]:
+        """Return what one more token of each row is worth; the unfinished rows' values sum to their number.
+
+        A batch lasts as long as the row with the most left to write, so tokens of that row save whole passes; a row
+        that is ahead only leaves the pass earlier, which saves its share of it.
+        """
+        rows, longest = sum(left > 0 for left in remaining), max(remaining, default=0)
+        share = self.row / (1.0 + self.row * (rows - 1)) if rows else 0.0
+        behind = [exp((left - longest) / _AHEAD) if left > 0 else 0.0 for left in remaining]
+        total = sum(behind)
+        return [
+            rows * (share + (1.0 - share * rows) * weight / total) if left > 0 else 0.0
+            for left, weight in zip(remaining, behind, strict=True)
+        ]
 
 
 @dataclass

@@ -104,9 +104,14 @@ class Sequences:
         return all(self.finished)
 
     @property
+    def remaining(self) -> list[int]:
+        """Return how many tokens each row may yet write, 0 when it is finished."""
+        return [0 if f else self.budget - n for f, n in zip(self.finished, self.new, strict=True)]
+
+    @property
     def room(self) -> list[int]:
         """Return how many draft tokens each row can use: one token of its budget is the target's own."""
-        return [0 if f else max(0, self.budget - n - 1) for f, n in zip(self.finished, self.new, strict=True)]
+        return [max(0, left - 1) for left in self.remaining]
 
     def left_padded(self) -> Tensor:
         """Return the real tokens ``(B, longest)``, zeros before shorter rows."""

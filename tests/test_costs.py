@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 
 import pytest
 import torch
@@ -51,15 +52,15 @@ def test_a_round_costs_what_the_theory_says(rate: float, width: int, draft: floa
 )
 def test_the_best_length_is_the_theorys(rate: float, draft: float, width: int) -> None:
     costs = Costs(slope=0.0, draft=draft)
-    assert costs.best_lengths([(rate, rate)], [32], 1) == [width]
-    assert costs.best_lengths([(rate, rate)], [3], 1) == [min(3, width)], "never more than there is"
+    assert costs.best_lengths([(rate, rate)], [32], [9]) == [width]
+    assert costs.best_lengths([(rate, rate)], [3], [9]) == [min(3, width)], "never more than there is"
 
 
 def test_free_drafts_are_taken_whole_and_dear_passes_end_them() -> None:
-    assert Costs(slope=0.0).best_lengths([(0.5, 0.5)], [12], 1) == [12]
-    assert Costs(slope=0.0, jump=10.0).best_lengths([(0.5, 0.5)], [12], 1) == [0]
-    assert Costs().best_lengths([], [], 1) == []
-    assert Costs().best_lengths([(1.0, 1.0)], [0], 1) == [0]
+    assert Costs(slope=0.0).best_lengths([(0.5, 0.5)], [12], [99]) == [12]
+    assert Costs(slope=0.0, jump=10.0).best_lengths([(0.5, 0.5)], [12], [99]) == [0]
+    assert Costs().best_lengths([], [], []) == []
+    assert Costs().best_lengths([(1.0, 1.0)], [0], [9]) == [0]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -69,20 +70,39 @@ def test_a_batch_gets_the_width_that_brute_force_finds(seed: int) -> None:
     rates = [tuple(row) for row in torch.rand(rows, 2, generator=generator).tolist()]
     bounds = torch.randint(0, 12, (rows,), generator=generator).tolist()
     costs = Costs(jump=0.3 * (seed % 2), row=0.05, slope=0.02, draft=0.03)
+    left = torch.randint(20, 24, (rows,), generator=generator).tolist()
+    share = 0.05 / (1 + 0.05 * (rows - 1))
+    behind = [math.exp(number / 4) for number in left]
+    worth = [rows * (share + (1 - rows * share) * weight / sum(behind)) for weight in behind]
 
     def speed(width: int) -> float:
         tokens = 0.0
-        for (first, later), bound in zip(rates, bounds, strict=True):
+        for value, (first, later), bound in zip(worth, rates, bounds, strict=True):
             count = min(width, bound)
             survival = [1.0, *(first * later**place for place in range(count))]
             ends = [*(a - b for a, b in itertools.pairwise(survival)), survival[-1]]
-            tokens += sum((number + 1) * chance for number, chance in enumerate(ends))
+            tokens += 1 + value * sum(number * chance for number, chance in enumerate(ends))
         one = 1 + 0.05 * (rows - 1) + (costs.jump if rows > 1 else 0)
         wide = 1 + 0.05 * (rows - 1) + (costs.jump if rows * (1 + width) > 1 else 0) + 0.02 * rows * width
         return tokens / (wide / one + 0.03 * width)
 
     best = max(range(13), key=lambda width: (speed(width), -width))
-    assert costs.best_lengths(rates, bounds, rows) == [min(best, bound) for bound in bounds]
+    assert costs.best_lengths(rates, bounds, left) == [min(best, bound) for bound in bounds]
+
+
+def test_tokens_of_the_row_that_ends_last_are_worth_most() -> None:
+    """A batch lasts as long as its slowest row: the others only leave the pass earlier."""
+    costs = Costs(row=0.08)
+    assert costs.worth([40, 40, 40]) == pytest.approx([1.0] * 3)
+    assert costs.worth([7]) == pytest.approx([1.0]) and costs.worth([0, 7]) == pytest.approx([0.0, 1.0])
+    assert costs.worth([]) == [] and costs.worth([0, 0]) == [0.0, 0.0]
+    first, last, gone = costs.worth([10, 60, 0])
+    share = 0.08 / 1.08
+    assert (first, last, gone) == pytest.approx((2 * share, 2 - 2 * share, 0.0), abs=1e-4)
+    sure, never = (1.0, 1.0), (0.0, 0.0)
+    steep = Costs(row=0.08, slope=0.1)
+    assert steep.best_lengths([sure, never], [8, 8], [60, 10])[0] == 8, "the slow row drafts"
+    assert steep.best_lengths([sure, never], [8, 8], [10, 60]) == [0, 0], "haste of the fast row would not pay"
 
 
 def test_default_costs_differ_by_device_and_dtype() -> None:
@@ -175,7 +195,7 @@ def test_a_lookup_adapts_to_right_and_to_wrong_texts(lengths: list[int]) -> None
 
     # no pair of tokens may come twice, so every copy from the row itself is wrong
     barred = {"no_repeat_ngram_size": 2, "max_new_tokens": 120}
-    wrong = Watch(PromptLookup())
+    wrong = Watch(PromptLookup(costs=Costs(slope=0.02)))
     out = ours(model, wrong, ids, mask, **barred)
     assert torch.equal(out, plain(model, ids, mask, **barred))
     drafted = [sum(round.proposed) for round in wrong.rounds]

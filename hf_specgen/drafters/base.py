@@ -85,14 +85,14 @@ class DraftLength:
         """Return the most tokens that each row may draft now."""
         return [min(length, space) for length, space in zip(self.current, room, strict=True)]
 
-    def cut(self, available: Sequence[int], rates: Sequence[Rate], rows: int) -> list[int]:
+    def cut(self, available: Sequence[int], rates: Sequence[Rate], remaining: Sequence[int]) -> list[int]:
         """Return how many of each row's ``available`` tokens to propose; ``rates[r]`` is what is known of row r's.
 
-        ``rows`` rows are not finished.
+        ``remaining[r]`` is what row r may yet write, 0 when it is finished.
         """
         if self.schedule != "adaptive":
             return list(available)
-        return self.costs.best_lengths([rate.rates for rate in rates], available, rows)
+        return self.costs.best_lengths([rate.rates for rate in rates], available, remaining)
 
     def observe(self, round: Round) -> None:
         """Adapt the heuristic length of rows that drafted."""

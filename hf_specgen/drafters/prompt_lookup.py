@@ -13,7 +13,7 @@ from hf_specgen.drafters.base import Drafter, DraftLength
 from hf_specgen.errors import SpecGenError
 from hf_specgen.sequences import Sequences
 
-_PRIORS = ((0.3, 0.7), (0.5, 0.8), (0.7, 0.85))
+_PRIORS = ((0.15, 0.6), (0.4, 0.7), (0.6, 0.85))
 
 
 @dataclass
@@ -111,7 +111,7 @@ class PromptLookup(Drafter):
         self._found = [self._search(row, bound) for row, bound in enumerate(bounds)]
         rates = [self._rates[n - 1] for n, _ in self._found]
         lengths = [len(texts[0]) for _, texts in self._found]
-        counts = self._length.cut(lengths, rates, sum(sequences.active))
+        counts = self._length.cut(lengths, rates, sequences.remaining)
         drafts = [[text[:count] for text in texts] for (_, texts), count in zip(self._found, counts, strict=True)]
         device = sequences.prompt.device
         if self.branches == 1:

@@ -124,7 +124,7 @@ class SmallModel(Drafter):
         if self._rest > 0:
             self._rest -= 1
             return [0] * len(bounds)
-        wanted = self._length.cut(bounds, [self._rate] * len(bounds), len(self._live))
+        wanted = self._length.cut(bounds, [self._rate] * len(bounds), sequences.remaining)
         if any(wanted) or not any(bounds):
             self._pause = 0 if any(wanted) else self._pause
             return wanted
