@@ -21,6 +21,8 @@ from hf_specgen.drafters.small_model import SmallModel
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError
 from hf_specgen.generate import SpeculativeDecoding
 
+_DRAFT_SETTINGS = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
+
 
 class SpeculativeMixin(GenerationMixin):
     """Give a model class a ``generate()`` that knows our drafters: ``class X(SpeculativeMixin, LlamaForCausalLM)``."""
@@ -94,6 +96,7 @@ def route(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     for name in ("assistant_model", "prompt_lookup_num_tokens", "max_matching_ngram_size", "custom_generate"):
         call.pop(name, None)
     _translate_stop_strings(plain, call, bound.tokenizer)
+    _pass_draft_settings(call)
     return plain(custom_generate=bound, prompt_lookup_num_tokens=None, **call)
 
 
@@ -108,6 +111,15 @@ def _setting(plain: Callable[..., Any], call: dict[str, Any], name: str) -> Any:
         if value is not None:
             return value
     return None
+
+
+def _pass_draft_settings(call: dict[str, Any]) -> None:
+    """Hand over what the given config sets: the loop sees it merged with defaults, here what is set was meant."""
+    given = call.get("generation_config")
+    settings = given.to_dict() if given is not None else {}
+    for name in _DRAFT_SETTINGS:
+        if settings.get(name) is not None:
+            call.setdefault(name, settings[name])
 
 
 def _drafter(plain: Callable[..., Any], call: dict[str, Any]) -> Drafter | None:

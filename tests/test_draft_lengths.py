@@ -250,3 +250,17 @@ def test_prompt_lookup_num_tokens_on_an_enabled_model_is_our_lookup(lengths: lis
     with unchanged(model):
         assert torch.equal(plain(model, ids, mask, max_new_tokens=60), wanted)
     assert max(max(row) for row in widths) == 2
+
+
+@pytest.mark.parametrize("tokens", [3, 20])
+def test_an_enabled_model_honours_the_calls_config_also_at_the_stock_default(tokens: int, widths) -> None:
+    model = enable(tiny())
+    ids, mask = prompts(ONE)
+    config = GenerationConfig(num_assistant_tokens=tokens, max_new_tokens=TOKENS, do_sample=False, pad_token_id=0)
+    drafter = perfect("lookup", model, ids, mask, None)
+    model.generate(ids, attention_mask=mask, assistant_model=drafter, generation_config=config)
+    assert widths == [[min(tokens, room) for room in rooms] for rooms in widths.rooms]
+    assert max(map(max, widths)) == min(tokens, TOKENS - 2)
+    widths.clear()
+    model.generate(ids, attention_mask=mask, assistant_model=drafter, generation_config=config, num_assistant_tokens=2)
+    assert max(map(max, widths)) == 2, "the call's own number comes first"

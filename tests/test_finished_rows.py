@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tiny import RandomTree, Watch, build, disturbed, plain, prompts, texts_of
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from hf_specgen import Drafter, PromptLookup, SmallModel, SpeculativeDecoding
 from hf_specgen.cache import SlotCache
 from hf_specgen.forward import CachedModel
-from tests.tiny import RandomTree, Watch, build, disturbed, plain, prompts, texts_of
 
 LENGTHS = [5, 17, 11, 8, 3]
 FAMILIES = ["llama", "mistral", "gemma3_text", "gpt2", "deepseek_v3"]
