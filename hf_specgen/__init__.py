@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hf_specgen.entry import SpeculativeMixin, disable, enable
     from hf_specgen.errors import IncompatibleDrafter, SpecGenError, UnsupportedTarget
     from hf_specgen.generate import SpeculativeDecoding, last_stats
+    from hf_specgen.packing import prepack, unpack
     from hf_specgen.stats import AcceptanceStats, RowStats
 
 __version__ = "0.1.0"
@@ -41,6 +42,8 @@ __all__ = [
     "disable",
     "enable",
     "last_stats",
+    "prepack",
+    "unpack",
 ]
 
 _HOME = {
@@ -52,6 +55,7 @@ _HOME = {
     "entry": ("SpeculativeMixin", "disable", "enable"),
     "errors": ("IncompatibleDrafter", "SpecGenError", "UnsupportedTarget"),
     "generate": ("SpeculativeDecoding", "last_stats"),
+    "packing": ("prepack", "unpack"),
     "stats": ("AcceptanceStats", "RowStats"),
 }
 

@@ -97,7 +97,7 @@ class PassAttention:
         return self.implementation == "sdpa" or _EAGER_FUNCTION in vars(sys.modules[type(self._model).__module__])
 
 
-def attend(  # noqa: PLR0913 - transformers calls it with these
+def attend(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -118,7 +118,7 @@ def attend(  # noqa: PLR0913 - transformers calls it with these
     return _run(query, key, value, attention_mask, scaling)
 
 
-def attend_as_eager(  # noqa: PLR0913 - transformers calls it with these
+def attend_as_eager(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -142,7 +142,7 @@ def _is_ours(dropout: float, kwargs: dict[str, Any], foreign: tuple[str, ...]) -
     return _in_pass.get() and dropout == 0 and all(kwargs.get(name) is None for name in foreign)
 
 
-def _run(  # noqa: PLR0913 - attention has this many parts
+def _run(
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -16,10 +16,10 @@ __all__ = ["ACCEPT", "DRAFT", "SAMPLE", "CoinSource", "Coins"]
 class CoinSource(Protocol):
     """Give the coin that a place owns: the same place, the same coin, whatever the batch or the device."""
 
-    def uniform(self, rows: Tensor, depth: Tensor | int, use: int, sibling: int = 0) -> Tensor:
+    def uniform(self, rows: Tensor, depth: Tensor | int, use: int, sibling: Tensor | int = 0) -> Tensor:
         """Return coins in ``[0, 1)`` for the token drawn at ``depth``.
 
-        Shapes: ``rows (R)``, ``depth (R)`` or one int for all. Returns: float64 ``(R)``.
+        Shapes: ``rows (R)``; ``depth`` and ``sibling`` ``(R)`` or one int for all. Returns: float64 ``(R)``.
         """
         ...
 
@@ -47,7 +47,7 @@ class Coins(CoinSource):
         """Return the coins of the rows named by ``rows (R)``."""
         return Coins(self.seeds[rows], self.row_ids[rows], self.positions[rows])
 
-    def uniform(self, rows: Tensor, depth: Tensor | int, use: int, sibling: int = 0) -> Tensor:
+    def uniform(self, rows: Tensor, depth: Tensor | int, use: int, sibling: Tensor | int = 0) -> Tensor:
         """Return coins of 53 bits, see ``CoinSource``."""
         return ops.uniform(self.seeds[rows], self.row_ids[rows], self.positions[rows] + depth, use, sibling)
 

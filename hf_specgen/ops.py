@@ -20,23 +20,37 @@ from typing import ParamSpec, TypeVar, cast
 import torch
 
 from hf_specgen.errors import SpecGenError
-from hf_specgen.kernels import reference
+from hf_specgen.kernels import reference, reference_attention, reference_rows, reference_slots, reference_walks
 from hf_specgen.kernels.common import ACCEPT, DRAFT, GUMBEL, SAMPLE
+from hf_specgen.kernels.truncate import truncate as truncate_rows
 
 __all__ = [
     "ACCEPT",
     "DRAFT",
     "GUMBEL",
     "SAMPLE",
+    "accept_or_draw",
     "accept_siblings",
     "argmax",
+    "block_chain",
     "block_step",
     "draw",
     "fuses",
     "gumbel_draw",
     "gumbel_noise",
+    "gumbel_pick",
+    "match_ngrams",
+    "match_tree",
+    "move_slots",
     "record",
+    "reject_tree",
     "residual_draw",
+    "row_draw",
+    "row_stats",
+    "tree_attention",
+    "tree_mask",
+    "truncate",
+    "typical_tree",
     "uniform",
     "use_kernels",
 ]
@@ -133,11 +147,24 @@ def _triton(module: str, name: str) -> Callable[..., object]:
     return cast("Callable[..., object]", vars(importlib.import_module(f"hf_specgen.kernels.{module}"))[name])
 
 
+accept_or_draw = _door(reference.accept_or_draw)
 accept_siblings = _door(reference.accept_siblings)
 argmax = _door(reference.argmax)
+block_chain = _door(reference_walks.block_chain, "triton_block")
 block_step = _door(reference.block_step)
 draw = _door(reference.draw)
 gumbel_draw = _door(reference.gumbel_draw)
 gumbel_noise = _door(reference.gumbel_noise)
+gumbel_pick = _door(reference_rows.gumbel_pick, "triton_gumbel")
+match_ngrams = _door(reference_slots.match_ngrams, "triton_slots")
+match_tree = _door(reference_walks.match_tree, "triton_walks")
+move_slots = _door(reference_slots.move_slots, "triton_slots")
+reject_tree = _door(reference_walks.reject_tree, "triton_walks")
 residual_draw = _door(reference.residual_draw)
-uniform = _door(reference.uniform)
+row_draw = _door(reference_rows.row_draw, "triton_draw")
+row_stats = _door(reference_rows.row_stats, "triton_rows")
+tree_attention = _door(reference_attention.tree_attention, "triton_attention")
+tree_mask = _door(reference_slots.tree_mask, "triton_slots")
+truncate = _door(truncate_rows)
+typical_tree = _door(reference_walks.typical_tree, "triton_typical")
+uniform = _door(reference.uniform, "triton_rows")

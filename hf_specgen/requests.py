@@ -17,6 +17,7 @@ from hf_specgen.cache import layer_kinds
 from hf_specgen.costs import Costs
 from hf_specgen.errors import SpecGenError
 from hf_specgen.forward import check_arguments
+from hf_specgen.packing import is_prepacked
 from hf_specgen.sequences import DraftRequest, OnTokens, Sequences, Stops
 from hf_specgen.verify import RULES
 from hf_specgen.warp import Warp
@@ -87,7 +88,7 @@ def prepare(
         request=read_request(config, model.generation_config, options.request),
         streamer=options.streamer,
         on_tokens=options.on_tokens,
-        costs=Costs.default(device, model.dtype),
+        costs=Costs.default(device, model.dtype, is_prepacked(model)),
         target_size=sum(parameter.numel() for parameter in model.parameters()),
         tokenizer=options.tokenizer,
     )

@@ -47,8 +47,9 @@ class _Step(NamedTuple):
     invalid: Tensor
 
 
-_Decide = Callable[[Tensor, Tensor, Tensor], _Step]  # (rows, scored node, depth), each (R)
-_Pick = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # the same arguments -> token, invalid
+_Depth = Tensor | int  # of each row, or of all
+_Decide = Callable[[Tensor, Tensor, _Depth], _Step]  # (rows, scored node, depth), each (R)
+_Pick = Callable[[Tensor, Tensor, _Depth], tuple[Tensor, Tensor]]  # the same arguments -> token, invalid
 
 
 def verify(scores: Scores, draft: Draft, coins: CoinSource | None, rule: str = "rejection") -> Verdict:
@@ -73,33 +74,40 @@ def verify(scores: Scores, draft: Draft, coins: CoinSource | None, rule: str = "
 
 
 def _descend(scores: Scores, draft: Draft, decide: _Decide) -> Verdict:
-    """Walk all rows down their trees, level by level.
-
-    A row that has stopped would repeat its last decision, so nothing needs a mask and no device is waited for; on CPU
-    stopped rows are dropped to save the work.
-    """
+    """Walk all rows down their trees, level by level."""
+    if scores.device.type == "cpu":
+        return _descend_listed(draft, decide)
     levels, device = draft.tree.max_depth, scores.device
     rows = torch.arange(len(draft.tokens), device=device)
-    node = depth = accepted = last = torch.zeros_like(rows)
-    broken = invalid = torch.zeros_like(rows, dtype=torch.bool)
+    node = depth = torch.zeros_like(rows)
+    invalid = torch.zeros_like(rows, dtype=torch.bool)
     path = torch.zeros(len(rows), levels + 1, dtype=torch.long, device=device)
     for column in path.unbind(1):
-        step = decide(rows, node, depth)
-        node, depth, broken = torch.where(step.found, step.child + 1, node), depth + step.found, broken | step.invalid
-        accepted, last = _put(accepted, rows, depth), _put(last, rows, step.token)
-        invalid = _put(invalid, rows, broken)
-        column.index_copy_(0, rows, step.child)
-        walking = _select(step.found)
-        if not walking.numel():
-            break
-        if walking.numel() < rows.numel():
-            rows, node, depth, broken = rows[walking], node[walking], depth[walking], broken[walking]
-    return Verdict(path[:, :levels], accepted, last, invalid)
+        step = decide(rows, node, depth)  # a row that has stopped repeats its last decision: no mask, no wait
+        column.copy_(step.child)
+        node, depth, invalid = torch.where(step.found, step.child + 1, node), depth + step.found, invalid | step.invalid
+    return Verdict(path[:, :levels], depth, step.token, invalid)
 
 
-def _put(everyone: Tensor, rows: Tensor, values: Tensor) -> Tensor:
-    # numel: the length of a tensor costs a microsecond, and this runs at every level.
-    return values if rows.numel() == everyone.numel() else everyone.index_copy(0, rows, values)
+def _descend_listed(draft: Draft, decide: _Decide) -> Verdict:
+    """Walk on CPU: lists of a few rows are cheaper than tensors, and rows that have stopped are dropped."""
+    batch, levels = len(draft.tokens), draft.tree.max_depth
+    paths: list[list[int]] = [[] for _ in range(batch)]
+    last, invalid = [0] * batch, [False] * batch
+    walking, nodes = list(range(batch)), [0] * batch
+    while walking:
+        rows, depth = torch.tensor(walking), len(paths[walking[0]])
+        step = decide(rows, torch.tensor(nodes), depth)
+        outcome = list(zip(walking, *(part.tolist() for part in step), strict=True))
+        for row, found, child, token, broken in outcome:
+            invalid[row] |= broken
+            last[row] = token
+            if found:
+                paths[row].append(child)
+        walking = [row for row, found, *_ in outcome if found]
+        nodes = [child + 1 for _, found, child, *_ in outcome if found]
+    path = torch.tensor([path + [0] * (levels - len(path)) for path in paths]).view(batch, levels)
+    return Verdict(path.long(), torch.tensor([len(path) for path in paths]), torch.tensor(last), torch.tensor(invalid))
 
 
 def _matching(scores: Scores, draft: Draft, pick: _Pick) -> _Decide:
@@ -111,7 +119,7 @@ def _matching(scores: Scores, draft: Draft, pick: _Pick) -> _Decide:
     edges = (draft.tree.parents + 1) * scores.vocab_size + draft.tokens
     edges = edges.masked_fill(~_real(scores, draft), -1)
 
-    def decide(rows: Tensor, nodes: Tensor, depth: Tensor) -> _Step:
+    def decide(rows: Tensor, nodes: Tensor, depth: _Depth) -> _Step:
         token, invalid = pick(rows, nodes, depth)
         if not draft.width:
             return _Step(torch.zeros_like(invalid), torch.zeros_like(token), token, invalid)
@@ -128,7 +136,7 @@ def _greedy_pick(scores: Scores) -> _Pick:
 
 def _sample_pick(scores: Scores, draft: Draft, coins: CoinSource) -> _Pick:
     """Draw with the coin of (seed, row, position): the text is a function of the seed, whatever was drafted."""
-    table = _table(coins, draft, SAMPLE)
+    table = _table(coins, draft, SAMPLE).squeeze(-1)
     return lambda rows, nodes, depth: ops.draw(scores.at(rows, nodes), table[rows, depth])
 
 
@@ -138,7 +146,7 @@ def _gumbel_pick(scores: Scores, coins: CoinSource) -> _Pick:
     Source: Daliri et al. 2025, "Coupling without communication and drafter-invariant speculative decoding".
     """
 
-    def pick(rows: Tensor, nodes: Tensor, depth: Tensor) -> tuple[Tensor, Tensor]:
+    def pick(rows: Tensor, nodes: Tensor, depth: _Depth) -> tuple[Tensor, Tensor]:
         return ops.gumbel_draw(scores.at(rows, nodes), coins.gumbel(rows, depth, scores.vocab_size))
 
     return pick
@@ -150,22 +158,16 @@ def _rejection(scores: Scores, draft: Draft, coins: CoinSource) -> _Decide:
     Source: Leviathan et al. 2023, Chen et al. 2023 (chains); Miao et al. 2024, SpecInfer (trees).
     """
     children, present = _children(scores, draft)
-    accept = torch.stack([_table(coins, draft, ACCEPT, k) for k in range(children.shape[-1])], -1)
-    sample = _table(coins, draft, SAMPLE)
+    accept = _table(coins, draft, ACCEPT, siblings=children.shape[-1])
+    table = torch.cat((accept, _table(coins, draft, SAMPLE)), -1)
 
-    def decide(rows: Tensor, nodes: Tensor, depth: Tensor) -> _Step:
+    def decide(rows: Tensor, nodes: Tensor, depth: _Depth) -> _Step:
         logits, siblings, real = scores.at(rows, nodes), children[rows, nodes], present[rows, nodes]
         q_ids, q = _q_at(draft, rows, siblings[:, 0])
         tokens = draft.tokens[rows.unsqueeze(1), siblings].masked_fill(~real, 0)
-        found, choice, scale, invalid = ops.accept_siblings(
-            logits, q_ids, q, tokens, real, accept[rows, depth], draft.without_replacement
+        found, choice, token, invalid = ops.accept_or_draw(
+            logits, q_ids, q, tokens, real, table[rows, depth], draft.without_replacement
         )
-        token = torch.zeros_like(rows)
-        stop = _select(~found)
-        if len(stop):
-            ids, keep = None if q_ids is None else q_ids[stop], torch.ones_like(scale[stop])
-            coin = sample[rows[stop], depth[stop]]
-            token[stop], _ = ops.residual_draw(logits[stop], ids, q[stop], keep, scale[stop], coin)
         return _Step(found, siblings.gather(1, choice.unsqueeze(1)).squeeze(1), token, invalid)
 
     return decide
@@ -198,14 +200,14 @@ def _block(scores: Scores, draft: Draft, coins: CoinSource) -> Verdict:
         invalid[rows] |= bad
 
     # every coin is looked at, also those behind the kept block: keyed by the round's start, none is tossed again later
-    tossed = [coins.uniform(everyone, 0, ACCEPT, sibling=i) for i in range(draft.width)]
-    coin = F.pad(torch.stack(tossed, 1), (1, 0))  # length i has the coin of its last token
+    tossed = _table(coins, draft, ACCEPT, depths=1, siblings=draft.width)
+    coin = F.pad(tossed[:, 0], (1, 0))  # length i has the coin of its last token
     passes = (reach >= 1) | (coin * (surplus + 1 - reach) < surplus)  # h = 1 passes even when p = q leaves R = 0
     passes = torch.where(length == n_valid, coin < reach, passes & (length < n_valid))
     kept = (passes * length).amax(1)
     keep, take = reach[everyone, kept], (kept < n_valid.squeeze(1)).double()
     logits, (q_ids, q) = scores.at(everyone, kept), _q_at(draft, everyone, kept.clamp(max=draft.width - 1))
-    last, bad = ops.residual_draw(logits, q_ids, q, keep, take, _table(coins, draft, SAMPLE)[everyone, kept])
+    last, bad = ops.residual_draw(logits, q_ids, q, keep, take, _table(coins, draft, SAMPLE)[everyone, kept, 0])
     return Verdict(length[:-1].repeat(len(kept), 1), kept, last, invalid | bad)
 
 
@@ -214,11 +216,13 @@ def _select(mask: Tensor) -> Tensor:
     return mask.nonzero().squeeze(1) if mask.device.type == "cpu" else torch.arange(mask.numel(), device=mask.device)
 
 
-def _table(coins: CoinSource, draft: Draft, use: int, sibling: int = 0) -> Tensor:
-    """Toss the coins of every row and depth at once: ``(B, levels + 1)``."""
-    batch, levels, device = len(draft.tokens), draft.tree.max_depth + 1, draft.tokens.device
-    rows = torch.arange(batch, device=device).repeat_interleave(levels)
-    return coins.uniform(rows, torch.arange(levels, device=device).repeat(batch), use, sibling).view(batch, levels)
+def _table(coins: CoinSource, draft: Draft, use: int, depths: int | None = None, siblings: int = 1) -> Tensor:
+    """Toss the coins of every row, depth and sibling at once: ``(B, levels + 1, K)``."""
+    batch, depths = len(draft.tokens), depths or draft.tree.max_depth + 1
+    place = torch.arange(batch * depths * siblings, device=draft.tokens.device)
+    sibling: Tensor | int = place % siblings if siblings > 1 else 0
+    place = place // siblings
+    return coins.uniform(place // depths, place % depths, use, sibling).view(batch, depths, siblings)
 
 
 def _real(scores: Scores, draft: Draft) -> Tensor:
@@ -248,4 +252,7 @@ def _q_at(draft: Draft, rows: Tensor, nodes: Tensor) -> tuple[Tensor | None, Ten
     if isinstance(draft.q, SparseQ):
         return draft.q.ids[rows, nodes], draft.q.probs[rows, nodes]
     assert draft.q is not None
-    return None, draft.q.logits[rows, nodes]
+    logits = draft.q.logits
+    if logits.is_contiguous():  # copying whole rows is three times as fast
+        return None, logits.flatten(0, 1).index_select(0, rows * draft.width + nodes)
+    return None, logits[rows, nodes]

@@ -9,12 +9,20 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain
 from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, PrefixConstrainedLogitsProcessor
+from transformers import (
+    LogitsProcessor,
+    MinPLogitsWarper,
+    PrefixConstrainedLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
+from hf_specgen import ops
 from hf_specgen.errors import SpecGenError
 
 _SCORES_ONLY = frozenset(
@@ -60,14 +68,25 @@ Prefix = Callable[[int], Tensor]
 """Give the padded token ids ``(1, L)`` that the i-th requested row of logits is conditioned on."""
 
 
+class Truncation(NamedTuple):
+    """Hold what some of transformers' warpers, in the order of these fields, do together; the defaults do nothing."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
 class Warp:
     """Apply processors to a flat list of logits rows: score-only ones in one call, others row by row.
 
+    ``steps`` are the processors with those warpers that one kernel does together made one step.
     Raises: ``SpecGenError`` naming the first processor that keeps state between calls, which a draft cannot replay.
     """
 
     def __init__(self, processors: Iterable[LogitsProcessor], rows: int) -> None:
         self.processors = list(processors)
+        self.steps = _joined(self.processors)
         self.rows = rows
         self.needs_prefix = any(_name(processor) not in _SCORES_ONLY for processor in self.processors)
 
@@ -83,13 +102,15 @@ class Warp:
 
     def __call__(self, logits: Tensor, batch_rows: Tensor, prefix: Prefix) -> Tensor:
         """Return processed float32 logits ``(R, V)``; ``batch_rows (R,)`` names the batch row of each."""
-        scores = logits.to(torch.float32, copy=True)
-        if not self.processors:
-            return scores
+        steps = self.steps if logits.device.type == "cpu" else self.processors
+        copies = bool(steps) and isinstance(steps[0], Truncation) and logits.dtype != torch.float64
+        scores = logits if copies else logits.to(torch.float32, copy=True)
         owners = batch_rows.tolist() if self.needs_prefix else []
         ids = [prefix(place) for place in range(len(owners))]
-        for processor in self.processors:
-            if _name(processor) in _SCORES_ONLY:
+        for processor in steps:
+            if isinstance(processor, Truncation):
+                scores = ops.truncate(scores, *processor)
+            elif _name(processor) in _SCORES_ONLY:
                 scores = processor(batch_rows[:, None], scores)
             else:
                 parts = [self._one(processor, ids[i], scores[i : i + 1], row) for i, row in enumerate(owners)]
@@ -108,6 +129,40 @@ class Warp:
         # a processor that knows its batch sees this row in every place and is read back at the row's own
         whole = processor(ids.repeat(self.rows, 1), scores.repeat(self.rows, 1))
         return whole[row : row + 1]
+
+
+def _joined(processors: list[LogitsProcessor]) -> list[LogitsProcessor | Truncation]:
+    """Make one step of each run of warpers that stand in the order of ``Truncation``."""
+    steps: list[LogitsProcessor | Truncation] = []
+    last = len(Truncation._fields)
+    for processor in processors:
+        part = _part(processor)
+        if part is None:
+            steps.append(processor)
+            last = len(Truncation._fields)
+            continue
+        field, value = part
+        place = Truncation._fields.index(field)
+        before = steps.pop() if place > last else Truncation()
+        assert isinstance(before, Truncation)
+        steps.append(before._replace(**{field: value}))
+        last = place
+    return steps
+
+
+def _part(processor: LogitsProcessor) -> tuple[str, Any] | None:
+    """Return the field of ``Truncation`` that a processor fills, and with what; subclasses may do anything else."""
+    if type(processor) is TemperatureLogitsWarper:
+        return "temperature", processor.temperature
+    if type(processor) is TopKLogitsWarper and processor.filter_value == -torch.inf:
+        return "top_k", processor.top_k
+    if type(processor) not in (TopPLogitsWarper, MinPLogitsWarper):
+        return None
+    if processor.filter_value != -torch.inf or processor.min_tokens_to_keep != 1:
+        return None
+    if type(processor) is MinPLogitsWarper:
+        return "min_p", processor.min_p
+    return ("top_p", processor.top_p) if processor.top_p < 1 else None
 
 
 def _row_of_penalty(processor: LogitsProcessor, row: int) -> LogitsProcessor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,7 @@ _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _SIBLING_BITS = 24
+_FEW = 12  # so many counters are encrypted faster as Python's ints
 
 
 def philox(counter: Tensor, key: Tensor) -> Tensor:
@@ -22,37 +25,43 @@ def philox(counter: Tensor, key: Tensor) -> Tensor:
     Returns: ``(4, ...)`` int64 words.
     Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.3 (Random123).
     """
-    pair = (2,) + (1,) * (counter.dim() - 1)
-    constants = torch.tensor((*_MULTIPLIERS, *_WEYL, _WORD, 32), device=counter.device)
-    multipliers, weyl, word, half = constants[:2].view(pair), constants[2:4].view(pair), constants[4], constants[5]
-    even, odd = counter[0::2], counter[1::2]
-    for _ in range(_ROUNDS):
-        # The product wraps modulo 2**64, so both 32-bit halves survive the sign. Each half feeds the other lane.
-        product = (even * multipliers).flip(0)
-        even = (product >> half).bitwise_xor_(odd).bitwise_xor_(key).bitwise_and_(word)
-        odd = product.bitwise_and_(word)
-        key = (key + weyl).bitwise_and_(word)
-    return torch.stack((even[0], odd[0], even[1], odd[1]))
+    return torch.stack(_encrypt(*counter, *key))
 
 
-def words(seed: Tensor, row: Tensor, position: Tensor, stream: int, block: Tensor) -> Tensor:
+def words(seed: Tensor, row: Tensor, position: Tensor, stream: int | Tensor, block: int | Tensor) -> list[Tensor]:
     """Draw four 32-bit words for each counter ``(position, row, stream, block)`` under the 64-bit ``seed``.
 
-    Shapes: one-dimensional tensors that broadcast to ``(K)``. Returns: ``(4, K)`` int64.
+    Shapes: ints, or one-dimensional tensors that broadcast to ``(K)``. Returns: four times ``(K)`` int64.
     """
-    row, position, block = torch.broadcast_tensors(row, position, block)
-    counter = torch.stack((position, row, torch.full_like(row, stream), block)) & _WORD
-    key = torch.stack((seed, seed >> 32)) & _WORD
-    return philox(counter, key)
+    places = (position, row, stream, block, seed, seed >> 32)
+    if seed.device.type != "cpu":
+        return list(_encrypt(*(place & _WORD for place in places)))
+    # some 160 small operations: on arrays they cost half of what they cost on tensors, and a few are cheapest on ints
+    arrays = [(place.numpy() if isinstance(place, Tensor) else place) & _WORD for place in places]
+    if isinstance(block, int) and 0 < len(seed) <= _FEW:
+        lists = [[place] * len(seed) if isinstance(place, int) else place.tolist() for place in arrays]
+        return list(torch.tensor([_encrypt(*place) for place in zip(*lists, strict=True)]).unbind(1))
+    return [torch.from_numpy(lane) for lane in _encrypt(*arrays)]
 
 
-def uniform(seed: Tensor, row: Tensor, position: Tensor, use: int, sibling: int = 0) -> Tensor:
+def _encrypt(x0: Any, x1: Any, x2: Any, x3: Any, k0: Any, k1: Any) -> tuple[Any, Any, Any, Any]:
+    """Run the rounds on ints, arrays or tensors; a product may wrap modulo 2**64, for both its halves survive that."""
+    for _ in range(_ROUNDS):
+        low, high = x0 * _MULTIPLIERS[0], x2 * _MULTIPLIERS[1]
+        x0, x1 = (high >> 32 & _WORD) ^ x1 ^ k0, high & _WORD
+        x2, x3 = (low >> 32 & _WORD) ^ x3 ^ k1, low & _WORD
+        k0, k1 = k0 + _WEYL[0] & _WORD, k1 + _WEYL[1] & _WORD
+    return x0, x1, x2, x3
+
+
+def uniform(seed: Tensor, row: Tensor, position: Tensor, use: int, sibling: int | Tensor = 0) -> Tensor:
     """Draw one coin of 53 bits for each ``(seed, row, position)``.
 
-    Shapes: ``seed (R)``, ``row (R)``, ``position (R)``, int64. Returns: float64 ``(R)``, ``k / 2**53``.
+    Shapes: ``seed (R)``, ``row (R)``, ``position (R)``, int64; ``sibling``: one int below 2**24 for all, or int64
+    ``(R)``. Returns: float64 ``(R)``, ``k / 2**53``.
     """
-    stream = use << _SIBLING_BITS | sibling
-    high, low, _, _ = words(seed, row, position, stream, torch.zeros_like(row))
+    stream = sibling | use << _SIBLING_BITS
+    high, low, _, _ = words(seed, row, position, stream, 0)
     return ((high >> 5 << 26) | (low >> 6)).double() * 2.0**-53
 
 
@@ -66,7 +75,9 @@ def gumbel_noise(seed: Tensor, row: Tensor, position: Tensor, vocab_size: int) -
     noise = torch.empty(len(seed), vocab_size, dtype=torch.float64, device=seed.device)
     sources = zip(noise, seed.split(1), row.split(1), position.split(1), strict=True)
     for out, one_seed, one_row, one_position in sources:  # row by row: the working set stays in cache
-        bits = words(one_seed, one_row, one_position, GUMBEL << _SIBLING_BITS, block).t().reshape(-1)[:vocab_size]
-        inside = (bits.double() + 0.5) * 2.0**-32  # the half keeps both logarithms finite
-        torch.neg(inside.log_().neg_().log_(), out=out)
+        for lane, bits in enumerate(words(one_seed, one_row, one_position, GUMBEL << _SIBLING_BITS, block)):
+            part = out[lane::4]
+            part.copy_(bits[: len(part)])
+        # the half keeps both logarithms finite
+        out.add_(0.5).mul_(2.0**-32).log_().neg_().log_().neg_()
     return noise

@@ -206,8 +206,11 @@ class BoxCoins:
 
     values: dict[tuple[int, int], Tensor]
 
-    def uniform(self, rows: Tensor, depth: Tensor | int, use: int, sibling: int = 0) -> Tensor:
-        return self.values[use, sibling][rows, depth]
+    def uniform(self, rows: Tensor, depth: Tensor | int, use: int, sibling: Tensor | int = 0) -> Tensor:
+        if isinstance(sibling, int):
+            return self.values[use, sibling][rows, depth]
+        tables = torch.stack([self.values[use, number] for number in range(int(sibling.max()) + 1)])
+        return tables[sibling, rows, depth]
 
     def gumbel(self, rows: Tensor, depth: Tensor | int, vocab_size: int) -> Tensor:
         raise AssertionError("no Gumbel vector was asked for")

@@ -22,7 +22,7 @@ CODE = (*PACKAGE, "tests/", "examples/")
 
 # Left imports nothing from the right; on one level too. `__init__` is the package's public face.
 ORDER = """kernels < errors, draft, stats, costs < ops < coins
-< warp, cache, forward, verify, sequences, formats, hub
+< warp, cache, attention, forward, verify, sequences, packing, formats, hub
 < target < selfcheck, requests, outputs < drafters < generate, entry < trainers < __init__ < bench < cli"""
 RANK = {name: rank for rank, name in enumerate(re.findall(r"\w+", ORDER))}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from tiny import FAMILIES, build
 from transformers import AutoConfig
 
-from hf_specgen import UnsupportedTarget
+from hf_specgen import UnsupportedTarget, ops
 from hf_specgen.cache import SlotCache, SlotGroup, layer_kinds
 from hf_specgen.draft import Tree
 
@@ -157,6 +159,13 @@ def test_long_runs_wrap_and_grow(layout: str) -> None:
         assert window is None or group.capacity <= window + 41
 
 
+def depth_by_slot(lengths, parents, capacity, view, window, chunked, ancestors=None, right=ops.tree_mask):
+    """Show the right nodes, but apply the window as if nodes stood one behind the other."""
+    chain = Tree.chain(parents.shape[1]).parents
+    near = right(lengths, chain, capacity, view, window, chunked)
+    return right(lengths, parents, capacity, view, 0, False, ancestors) & near
+
+
 @pytest.mark.parametrize("spoil", ["ring too small", "no undo", "gather left out", "depth by slot"])
 def test_the_comparison_can_fail(spoil: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative controls."""
@@ -170,8 +179,7 @@ def test_the_comparison_can_fail(spoil: str, monkeypatch: pytest.MonkeyPatch) ->
     elif spoil == "gather left out":
         monkeypatch.setattr(SlotCache, "_gather", lambda self, paths: None)
     else:
-        flat = property(lambda self: torch.arange(len(self) + 1).expand(len(self.parents), -1))
-        monkeypatch.setattr(Tree, "depth", flat)
+        monkeypatch.setattr(ops, "tree_mask", depth_by_slot)
     model = Model("sliding", 2, seed=0)
     model.prefill([3, 11], left=True)
     with pytest.raises((AssertionError, IndexError)):
@@ -252,3 +260,56 @@ def test_generate_is_told_what_the_cache_is() -> None:
     assert model.cache.layers[0].get_mask_sizes(3) == (model.cache.layers[0].group.view, 0)
     model.cache.begin_prefill(12, [5, 12], left_padded=True)
     assert model.cache.layers[0].get_mask_sizes(12) == (12, 0)
+
+
+def test_a_pass_asks_for_its_mask_and_moves_once_a_group() -> None:
+    model = Model("both", 2, seed=0)
+    model.prefill([5, 12], left=True)
+    with ops.record() as calls:
+        model.cache.begin(3)
+        model.cache.masks(Tree.chain(2))
+        model.write(model.fresh(2, 3))
+        model.cache.commit([2, 2], torch.tensor([[1], [1]]))
+    assert len(model.cache.groups) == 2
+    assert calls == {("tree_mask", "reference"): 2, ("move_slots", "reference"): 2}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_kernels_keep_the_same_texts(layout: str) -> None:
+    """The comparison with lists again, masks and moves by Triton: the rings wrap and grow here too."""
+    pytest.importorskip("triton")
+    model = Model(layout, 2, seed=3)
+    model.prefill([3, 11], left=True)
+    with ops.use_kernels("triton"), ops.record() as calls:
+        for width in (4, 0, 7, 3):
+            model.round(width)
+            model.draft(2)
+    assert {backend for _, backend in calls} == {"triton"}
+    assert {operation for operation, _ in calls} == {"tree_mask", "move_slots"}
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda cache: pickle.loads(pickle.dumps(cache))}
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_copy_lives_on_its_own(layout: str, way: str) -> None:
+    first = Model(layout, 2, seed=4)
+    first.prefill([4, 13], left=True)
+    first.round(5)
+    second = Model(layout, 2, seed=5)
+    second.cache, second.texts, second.next = COPIES[way](first.cache), [list(text) for text in first.texts], 900.0
+    assert all(layer.cache is second.cache for layer in second.cache.layers)
+    assert all(layer.cache is first.cache for layer in first.cache.layers)
+    for width in (3, 6):  # each compares what its queries see with its own texts
+        first.round(width)
+        second.round(width + 1)
+    del first.cache
+    second.round(2)
+
+
+def test_a_shallow_copy_leaves_the_layers_where_they_are() -> None:
+    model = Model("both", 1, seed=6)
+    model.prefill([4], left=True)
+    other = copy.copy(model.cache)
+    assert all(layer.cache is model.cache for layer in other.layers)

@@ -157,14 +157,15 @@ def test_sampled_trees(sparse: bool, different: bool, four) -> None:
 
 
 def residual_from_p(patch: pytest.MonkeyPatch) -> None:
-    genuine = hf_specgen.verify.ops.residual_draw
-    patch.setattr(
-        hf_specgen.verify.ops,
-        "residual_draw",
-        lambda logits, ids, q, keep, take, coin: genuine(
-            logits, ids, q, torch.ones_like(keep), torch.zeros_like(take), coin
-        ),
-    )
+    door = hf_specgen.verify.ops
+    genuine = door.accept_or_draw
+
+    def redraw(logits, ids, q, tokens, present, coins, different):
+        accepted, choice, _, invalid = genuine(logits, ids, q, tokens, present, coins, different)
+        return accepted, choice, door.draw(logits, coins[:, -1])[0], invalid
+
+    patch.setattr(door, "accept_or_draw", redraw)
+    patch.setattr(door, "residual_draw", lambda logits, ids, q, keep, take, coin: door.draw(logits, coin))
 
 
 def coins_without_depth(patch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from tiny import disturbed, tiny
+from torch import Tensor
 
 import hf_specgen
 from hf_specgen.coins import ACCEPT, DRAFT, Coins
@@ -19,9 +20,10 @@ def run(monkeypatch: pytest.MonkeyPatch, rule: str) -> tuple[Counter[Key], hf_sp
     tossed: Counter[Key] = Counter()
     honest = Coins.uniform
 
-    def watch(self: Coins, rows: torch.Tensor, depth: torch.Tensor | int, use: int, sibling: int = 0) -> torch.Tensor:
-        for position in (self.positions[rows] + depth).tolist():
-            tossed[position, use, sibling] += 1
+    def watch(self: Coins, rows: Tensor, depth: Tensor | int, use: int, sibling: Tensor | int = 0) -> Tensor:
+        positions = self.positions[rows] + depth
+        for position, number in zip(positions.tolist(), (torch.zeros_like(rows) + sibling).tolist(), strict=True):
+            tossed[position, use, number] += 1
         return honest(self, rows, depth, use, sibling)
 
     monkeypatch.setattr(Coins, "uniform", watch)

@@ -9,10 +9,9 @@ import torch
 from tiny import CASES, build, prompts, tiny
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import hf_specgen.forward
 from hf_specgen import UnsupportedTarget
 from hf_specgen.draft import Tree
-from hf_specgen.forward import CachedModel, packed_sdpa
+from hf_specgen.forward import CachedModel
 
 LENGTHS = [5, 17, 11, 24]
 
@@ -145,42 +144,6 @@ def test_places_behind_n_valid_stay_within_the_learned_positions() -> None:
     assert seen == [25]
     with pytest.raises(IndexError):
         cached.extend(torch.randint(1, 64, (4, 6)), Tree.chain(5))
-
-
-@pytest.mark.parametrize(("heads", "shared"), [(4, 4), (4, 2), (4, 1), (6, 3)])
-def test_packed_attention_is_attention(heads: int, shared: int) -> None:
-    torch.manual_seed(0)
-    query, key, value = torch.randn(2, heads, 5, 8), torch.randn(2, shared, 9, 8), torch.randn(2, shared, 9, 6)
-    mask = torch.rand(2, 1, 5, 9) > 0.4
-    mask[..., 0] = True
-    repeat = heads // shared
-    wanted = torch.nn.functional.scaled_dot_product_attention(
-        query, key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1), attn_mask=mask, scale=0.3
-    ).transpose(1, 2)
-    found, weights = packed_sdpa(torch.nn.Module(), query, key, value, mask, scaling=0.3)
-    assert weights is None
-    assert float((found - wanted).abs().max()) < 1e-6
-    other = packed_sdpa(torch.nn.Module(), query, key, value, mask.roll(1, 2), scaling=0.3)[0]
-    assert float((other - wanted).abs().max()) > 1e-2
-
-
-def test_attention_setting_survives_an_exception() -> None:
-    model = tiny()
-    ids, _ = prompts(LENGTHS)
-    cached = CachedModel(model, 4)
-    cached.prefill(ids, LENGTHS)
-    during = []
-
-    def fail(module, args, kwargs):
-        during.append(module.config._attn_implementation)
-        raise KeyboardInterrupt
-
-    handle = model.model.layers[1].self_attn.register_forward_pre_hook(fail, with_kwargs=True)
-    with pytest.raises(KeyboardInterrupt):
-        cached.extend(torch.ones(4, 2, dtype=torch.long), Tree.chain(1))
-    handle.remove()
-    assert during == [hf_specgen.forward._PACKED]
-    assert model.config._attn_implementation == "sdpa"
 
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}

@@ -33,8 +33,8 @@ ONE_HOT_TWINS = Case(fixed("5/10", "3/10", "2/10"), (-1, -1), fixed("1", "0", "0
 TREE = Case(Table(3, 3), (-1, -1, 0, 0, 1), drafts=((0, 1, 0, 2, 2), (1, 1, 2, 0, 0)))
 
 MUTATIONS = {  # case, text in the reference, what a bug would have written
-    "residual dropped, sparse": (CHAIN, "rest.scatter_add_(-1, q_ids, -torch", "(-1, q_ids, -torch"),
-    "residual dropped, dense": (DENSE_CHAIN, "head -= torch.minimum(head, taken)", "pass"),
+    "residual dropped, sparse": (CHAIN, "p.scatter_add_(-1, q_ids, -torch", "(-1, q_ids, -torch"),
+    "residual dropped, dense": (DENSE_CHAIN, ".addcmul_(q, ratio, value=-1)", ""),
     "accepts at equality, so u = 0 accepts p = 0": (IMPOSSIBLE, "* mass < p_k * room", "* mass <= p_k * room"),
     "mass left out of the test": (SIBLINGS, "q_k * mass < p_k", "q_k < p_k"),
     "what earlier siblings took is forgotten": (SIBLINGS, "p_child[:, k] - scale * q_child[:, k]", "p_child[:, k]"),
@@ -45,10 +45,10 @@ MUTATIONS = {  # case, text in the reference, what a bug would have written
     "identical children count twice": (ONE_HOT_TWINS, "torch.where(miss, scale + mass / room, scale)", "scale"),
     "block: surplus of p itself": (
         BLOCK,
-        "q, reach, torch.ones_like(reach)).sum",
-        "q, torch.ones_like(reach), reach).sum",
+        "_mass_left(pair, reach, torch.ones_like(reach))",
+        "_mass_left(pair, torch.ones_like(reach), reach)",
     ),
-    "block: h does not accumulate": (BLOCK, "reach * p.gather", "p.gather"),
+    "block: h does not accumulate": (BLOCK, "p_token = reach * p_token", "pass"),
     "block: h not clipped": (
         BLOCK,
         "torch.where(p_token < q_token, p_token / q_token",
@@ -77,7 +77,7 @@ def test_a_mutant_of_the_reference_fails_the_law_check(name: str, monkeypatch: p
     case, old, new = MUTATIONS[name]
     check(case)
     bent = mutant(reference, old, new)
-    for operation in ("accept_siblings", "residual_draw", "block_step", "draw"):
+    for operation in ("accept_or_draw", "residual_draw", "block_step", "draw"):
         monkeypatch.setattr(ops, operation, bent.__dict__[operation])
     assert solve(case).error > VISIBLE
 
@@ -98,8 +98,8 @@ WALK_MUTATIONS = {
         "(kept < n_valid.squeeze(1)).double()",
         "torch.ones_like(reach[:, 0])",
     ),
-    "every depth tosses the first coin": (CHAIN, "accept[rows, depth]", "accept[rows, 0]"),
-    "siblings share a coin": (SIBLINGS, "_table(coins, draft, ACCEPT, k)", "_table(coins, draft, ACCEPT, 0)"),
+    "every depth tosses the first coin": (CHAIN, "table[rows, depth], draft.", "table[rows, 0], draft."),
+    "siblings share a coin": (SIBLINGS, "sibling: Tensor | int = place % siblings", "sibling: Tensor | int = place * 0"),
     "padding nodes match": (replace(TREE, n_valid=1), "edges.masked_fill(~_real(scores, draft), -1)", "edges"),
     "a child of another parent matches": (
         TREE,
@@ -177,10 +177,11 @@ def test_the_grid_finds_the_sound_rule_sound() -> None:
 
 
 def test_resampling_from_p_gives_the_known_wrong_law(monkeypatch: pytest.MonkeyPatch) -> None:
-    def resample(logits: Tensor, q_ids: Tensor, q: Tensor, keep: Tensor, take: Tensor, coin: Tensor) -> object:
-        return reference.residual_draw(logits, q_ids, q, keep, torch.zeros_like(take), coin)
+    def resample(logits: Tensor, q_ids: Tensor, q: Tensor, tokens: Tensor, *rest: Tensor) -> object:
+        accepted, choice, _, invalid = reference.accept_or_draw(logits, q_ids, q, tokens, *rest)
+        return accepted, choice, reference.draw(logits, rest[1][:, -1])[0], invalid
 
-    monkeypatch.setattr(ops, "residual_draw", resample)
+    monkeypatch.setattr(ops, "accept_or_draw", resample)
     p, q = ["1/10", "3/10", "6/10"], ["4/10", "4/10", "2/10"]
     assert close(first_token_law(p, q, lambda gamma, x: chain(x, gamma, torch.ones_like(x), q)), 0.14, 0.42, 0.44)
 

@@ -269,7 +269,7 @@ def test_what_cannot_be_served_is_refused_with_the_way_out() -> None:
         ("greedy", "rejection", {"argmax"}),
         ("none", "block", {"draw", "uniform"}),
         ("none", "gumbel", {"gumbel_draw", "gumbel_noise"}),
-        ("dense", "rejection", {"accept_siblings", "residual_draw", "uniform"}),
+        ("dense", "rejection", {"accept_or_draw", "uniform"}),
         ("sparse", "block", {"block_step", "residual_draw", "uniform"}),
     ],
 )

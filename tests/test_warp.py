@@ -209,13 +209,13 @@ def test_logits_of_half_precision_are_warped_in_float32_and_left_alone() -> None
 
 def test_score_only_processors_run_once_a_level(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    plain_call = hf.TemperatureLogitsWarper.__call__
+    plain_call = hf.LogitNormalization.__call__
 
     def counted(self, input_ids, scores):
         calls.append(len(scores))
         return plain_call(self, input_ids, scores)
 
-    scores = setting([hf.TemperatureLogitsWarper(1.0), hf.TopKLogitsWarper(1)])
+    scores = setting([hf.LogitNormalization(), hf.TopKLogitsWarper(1)])
     chain = Draft.from_lists([[0] * 6] * ROWS)
     best = scores.logits.argmax(-1)
     for row, right in enumerate((4, 0, 6)):  # the top-1 law accepts exactly these many
@@ -223,7 +223,7 @@ def test_score_only_processors_run_once_a_level(monkeypatch: pytest.MonkeyPatch)
         if right < 6:
             chain.tokens[row, right] = (best[row, right] + 1) % VOCAB
     asked = Scores(scores.logits, chain, scores.sequences)
-    monkeypatch.setattr(hf.TemperatureLogitsWarper, "__call__", counted)
+    monkeypatch.setattr(hf.LogitNormalization, "__call__", counted)
     verdict = verify(asked, chain, scores.sequences.coins(), "rejection")
     assert verdict.n.tolist() == [4, 0, 6]
     assert calls == [3, 2, 2, 2, 2, 1, 1], "one call for each level, over the rows still walking"

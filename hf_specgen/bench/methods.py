@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,12 +15,14 @@ from hf_specgen.drafters.prompt_lookup import PromptLookup
 from hf_specgen.drafters.small_model import SmallModel
 from hf_specgen.errors import SpecGenError
 from hf_specgen.generate import SpeculativeDecoding
+from hf_specgen.packing import prepack
 from hf_specgen.stats import AcceptanceStats
 
 Inputs = dict[str, Tensor]
 Load = Callable[[str], tuple[Any, Any]]
 
 PLAIN, STOCK, CONSTANT, OURS = "plain", "stock", "ours-constant", "ours"
+PLAIN_PREPACKED, OURS_PREPACKED = "plain-prepacked", "ours-prepacked"
 DRAFTERS = "prompt-lookup, small-model:<id or path>, none"
 
 
@@ -122,6 +125,21 @@ def our_method(
     return Method(name, label, run)
 
 
+def prepacked_twin(model: Any) -> Any:
+    """Return a prepacked model over the parameters of the given one, which stays as it is."""
+    shared = [*model.parameters(), *model.buffers()]
+    return prepack(copy.deepcopy(model, {id(tensor): tensor for tensor in shared}))
+
+
+def on_model(model: Any, method: Method, name: str, label: str) -> Method:
+    """Build the method that runs another one on ``model``, whatever model it is given."""
+
+    def run(_: Any, inputs: Inputs, decoding: Decoding, **extra: Any) -> Output:
+        return method.generate(model, inputs, decoding, **extra)
+
+    return replace(method, name=name, label=label, generate=run)
+
+
 @dataclass(frozen=True)
 class DrafterChoice:
     """Hold which drafter the user named, with the draft model loaded once; ``sample``: draw its drafts."""
@@ -156,6 +174,10 @@ class DrafterChoice:
         if self.model is None:
             return PromptLookup(num_tokens)
         return SmallModel(self.model, num_tokens, sample=self.sample, tokenizer=self.tokenizer)
+
+    def prepacked(self) -> DrafterChoice:
+        """Return the same choice with a prepacked twin of the draft model, if there is one."""
+        return self if self.model is None else replace(self, model=prepacked_twin(self.model))
 
     def stock(self, num_tokens: int) -> Method | None:
         """Build transformers' counterpart at a constant draft length, batch 1 only; None where it has none."""

@@ -6,8 +6,8 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_specgen.bench.methods import PLAIN
-from hf_specgen.bench.report import Report, write_atomic
+from hf_specgen.bench.methods import PLAIN, PLAIN_PREPACKED
+from hf_specgen.bench.report import Report, compared_with, ratios_over, write_atomic
 from hf_specgen.errors import SpecGenError
 
 if TYPE_CHECKING:
@@ -17,12 +17,18 @@ COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 
 
 def write_plots(report: Report, folder: Path) -> list[Path]:
-    """Write ``speedup.png`` and, where a drafter was measured, ``acceptance.png``; return their paths.
+    """Write ``speedup.png`` and, where measured, ``speedup_prepacked.png`` and ``acceptance.png``; return their paths.
 
     Raises: SpecGenError when matplotlib is not installed.
     """
     paths = []
-    for name, figure in (("speedup.png", speedup_figure(report)), ("acceptance.png", acceptance_figure(report))):
+    packed = speedup_figure(report, PLAIN_PREPACKED) if PLAIN_PREPACKED in report["methods"] else None
+    figures = {
+        "speedup.png": speedup_figure(report),
+        "speedup_prepacked.png": packed,
+        "acceptance.png": acceptance_figure(report),
+    }
+    for name, figure in figures.items():
         if figure is not None:
             buffer = io.BytesIO()
             figure.savefig(buffer, format="png", dpi=150)
@@ -64,15 +70,16 @@ def caption(report: Report) -> str:
     )
 
 
-def speedup_figure(report: Report) -> Figure:
-    """Draw grouped bars of the time ratio to plain decoding, with 95 % intervals and a line at 1."""
-    others = [name for name in report["methods"] if name != PLAIN]
+def speedup_figure(report: Report, base: str = PLAIN) -> Figure:
+    """Draw grouped bars of the time ratio to plain (or prepacked plain) decoding, with 95 % intervals, a line at 1."""
+    kind = "plain" if base == PLAIN else "prepacked plain"
+    others = compared_with(report, base)
     labels = [*report["methods"][PLAIN]["categories"], "ALL"]
     figure, axes = _figure(max(6.0, 1.0 + 0.45 * len(labels) * (len(others) + 1)))
     width = 0.8 / max(1, len(others))
     for i, name in enumerate(others):
         method = report["methods"][name]
-        parts = [*method["categories"].values(), method]
+        parts = [ratios_over(part, base) for part in (*method["categories"].values(), method)]
         heights = [part["speedup"] for part in parts]
         intervals = [part["speedup_ci95"] or [height, height] for part, height in zip(parts, heights, strict=True)]
         errors = [
@@ -84,8 +91,8 @@ def speedup_figure(report: Report) -> Figure:
         axes.bar(places, heights, width, yerr=errors, capsize=2, color=color, label=method["label"])
     axes.axhline(1.0, color="black", linewidth=1)
     axes.set_xticks(range(len(labels)), labels, rotation=20, ha="right")
-    axes.set_ylabel("plain time / time (below 1: slower)")
-    axes.set_title(f"Speed against plain generate()\n{caption(report)}", fontsize=9)
+    axes.set_ylabel(f"{kind} time / time (below 1: slower)")
+    axes.set_title(f"Speed against {kind} generate()\n{caption(report)}", fontsize=9)
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return figure
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_specgen.bench.compare import ratio_words, short_ratio
-from hf_specgen.bench.methods import CONSTANT, OURS, PLAIN, STOCK, Method
+from hf_specgen.bench.methods import CONSTANT, OURS, OURS_PREPACKED, PLAIN, PLAIN_PREPACKED, STOCK, Method
 from hf_specgen.bench.run import BatchResult, Cell, Settings
 from hf_specgen.stats import RowStats
 
@@ -36,7 +36,8 @@ def build_report(
     """Turn runs into plain numbers, ready for JSON. ``context`` holds machine, target and drafter as they are to stand.
 
     Times of a batch are medians over repeats; ratios are ratios of summed times. ``speedup_ci95`` resamples the
-    batches; ``speedup_repeats`` are the 10th and 90th percentile of the ratio over repeats.
+    batches; ``speedup_repeats`` are the 10th and 90th percentile of the ratio over repeats. Where prepacked plain
+    decoding was measured, ``over_prepacked`` holds the same ratios against it.
 
     Units: seconds.
     """
@@ -62,33 +63,44 @@ def build_report(
 
 def _group_report(results: Sequence[BatchResult], name: str) -> Report:
     cells = [batch.cells[name] for batch in results]
-    seconds = np.array([_median(cell) for cell in cells])
-    plain = np.array([_median(batch.cells[PLAIN]) for batch in results])
-    tokens = sum(len(row) for cell in cells for row in cell.rows)
-    plain_tokens = sum(len(row) for batch in results for row in batch.cells[PLAIN].rows)
-    rows = sum(len(batch.prompts) for batch in results)
     report: Report = {
-        "prompts": rows,
-        "seconds": float(seconds.sum()),
-        "tokens": tokens,
-        "tokens_per_second": tokens / float(seconds.sum()),
+        "prompts": sum(len(batch.prompts) for batch in results),
+        "seconds": float(_times(results, name).sum()),
+        "tokens": _tokens(results, name),
+        "tokens_per_second": _tokens(results, name) / float(_times(results, name).sum()),
         "stable": all(cell.stable for cell in cells),
         "busy": statistics.median(timing.busy for cell in cells for timing in cell.timings),
     }
     if name == PLAIN:
         return report
-    report["speedup"] = float(plain.sum() / seconds.sum())
-    report["speedup_ci95"] = _bootstrap(plain, seconds)
-    report["speedup_repeats"] = _over_repeats(results, name)
-    report["speedup_per_token"] = report["tokens_per_second"] / (plain_tokens / float(plain.sum()))
+    report |= _ratios(results, name, PLAIN)
+    if PLAIN_PREPACKED in results[0].cells and name != PLAIN_PREPACKED:
+        report["over_prepacked"] = _ratios(results, name, PLAIN_PREPACKED)
     found = [divergence for batch in results for divergence in batch.divergences.get(name, [])]
     report["identical"] = {"compared": len(found), "same": found.count(None)} if found else None
     report["acceptance"] = _acceptance(cells)
     return report
 
 
-def _median(cell: Cell) -> float:
-    return statistics.median(timing.wall for timing in cell.timings)
+def _times(results: Sequence[BatchResult], name: str) -> np.ndarray:
+    """Return a method's time for each batch, the median over repeats."""
+    return np.array([statistics.median(timing.wall for timing in batch.cells[name].timings) for batch in results])
+
+
+def _tokens(results: Sequence[BatchResult], name: str) -> int:
+    return sum(len(row) for batch in results for row in batch.cells[name].rows)
+
+
+def _ratios(results: Sequence[BatchResult], name: str, base: str) -> Report:
+    """Compare a method's times with those of a plain one."""
+    plain, seconds = _times(results, base), _times(results, name)
+    speedup = float(plain.sum() / seconds.sum())
+    return {
+        "speedup": speedup,
+        "speedup_ci95": _bootstrap(plain, seconds),
+        "speedup_repeats": _over_repeats(results, name, base),
+        "speedup_per_token": speedup * _tokens(results, name) / _tokens(results, base),
+    }
 
 
 def _bootstrap(plain: np.ndarray, ours: np.ndarray) -> list[float] | None:
@@ -99,12 +111,12 @@ def _bootstrap(plain: np.ndarray, ours: np.ndarray) -> list[float] | None:
     return [float(value) for value in np.quantile(ratios, [0.025, 0.975])]
 
 
-def _over_repeats(results: Sequence[BatchResult], name: str) -> list[float] | None:
+def _over_repeats(results: Sequence[BatchResult], name: str, base: str) -> list[float] | None:
     repeats = len(results[0].cells[name].timings)
     if repeats < 2:
         return None
     times = np.array(
-        [[[batch.cells[key].timings[i].wall for key in (PLAIN, name)] for batch in results] for i in range(repeats)]
+        [[[batch.cells[key].timings[i].wall for key in (base, name)] for batch in results] for i in range(repeats)]
     ).sum(1)
     return [float(value) for value in np.quantile(times[:, 0] / times[:, 1], [0.1, 0.9])]
 
@@ -176,6 +188,11 @@ def _against_stock(reports: Report) -> None:
                 part["speedup_over_stock"] = stock["categories"][category]["seconds"] / part["seconds"]
 
 
+def ratios_over(part: Report, base: str) -> Report:
+    """Return a method's ratios against ``base``: plain decoding, or prepacked plain decoding."""
+    return part if base == PLAIN else part["over_prepacked"]
+
+
 def summary_line(report: Report) -> str:
     """Say in one line what our default method gained, and how many texts are the plain ones."""
     ours = report["methods"][OURS]
@@ -191,6 +208,13 @@ def summary_line(report: Report) -> str:
         if same
         else "sampled: texts are not compared"
     )
+    if OURS_PREPACKED in report["methods"]:
+        plain, packed = (report["methods"][name] for name in (PLAIN_PREPACKED, OURS_PREPACKED))
+        over = ratio_words(packed["over_prepacked"]["speedup"])
+        parts.append(
+            f"prepacked: plain {short_ratio(plain['speedup'])}, ours {short_ratio(packed['speedup'])} ({over} over "
+            "prepacked plain)"
+        )
     return " | ".join(parts)
 
 
@@ -205,27 +229,35 @@ def _closeness(divergences: list[Report]) -> str:
 
 def render(report: Report) -> RenderableType:
     """Build the tables that the command line prints."""
-    return Group(_speed_table(report), *_acceptance_tables(report), *_notes(report))
+    speeds = [_speed_table(report, base) for base in (PLAIN, PLAIN_PREPACKED) if base in report["methods"]]
+    return Group(*speeds, *_acceptance_tables(report), *_notes(report))
 
 
-def _speed_table(report: Report) -> Table:
-    others = [name for name in report["methods"] if name != PLAIN]
-    table = Table(title="Plain time / time, all prompts of a category together (95 % interval over batches)")
+def _speed_table(report: Report, base: str) -> Table:
+    kind = "Plain" if base == PLAIN else "Prepacked plain"
+    others = compared_with(report, base)
+    table = Table(title=f"{kind} time / time, all prompts of a category together (95 % interval over batches)")
     table.add_column("category (prompts)")
-    table.add_column("plain tok/s", justify="right")
+    table.add_column(f"{kind.lower()} tok/s", justify="right")
     for name in others:
         table.add_column(report["methods"][name]["label"], justify="right")
     for category in report["methods"][PLAIN]["categories"]:
-        parts = [report["methods"][name]["categories"][category] for name in (PLAIN, *others)]
-        table.add_row(*_speed_row(category, parts))
+        parts = [report["methods"][name]["categories"][category] for name in (base, *others)]
+        table.add_row(*_speed_row(category, parts, base))
     table.add_section()
-    table.add_row(*_speed_row("ALL", [report["methods"][name] for name in (PLAIN, *others)]))
+    table.add_row(*_speed_row("ALL", [report["methods"][name] for name in (base, *others)], base))
     return table
 
 
-def _speed_row(name: str, parts: list[Report]) -> list[str]:
+def compared_with(report: Report, base: str) -> list[str]:
+    """Return the methods that are compared with ``base``: all but the plain ones up to it."""
+    return [name for name in report["methods"] if name not in (PLAIN, base)]
+
+
+def _speed_row(name: str, parts: list[Report], base: str) -> list[str]:
     plain, *others = parts
-    return [f"{name} ({plain['prompts']})", f"{plain['tokens_per_second']:.1f}", *map(_speed_cell, others)]
+    cells = [_speed_cell(ratios_over(part, base)) for part in others]
+    return [f"{name} ({plain['prompts']})", f"{plain['tokens_per_second']:.1f}", *cells]
 
 
 def _speed_cell(part: Report) -> str:

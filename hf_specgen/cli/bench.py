@@ -28,6 +28,10 @@ Stock = Annotated[bool | None, typer.Option(help="Also time transformers' own as
 Constant = Annotated[
     bool, typer.Option("--constant", help="Also time our drafter at the constant length --num-tokens.")
 ]
+Prepack = Annotated[
+    bool,
+    typer.Option("--prepack", help="Also time plain and ours on weights laid out for oneDNN (CPU; a second copy)."),
+]
 EqualLength = Annotated[int, typer.Option("--num-tokens", min=1, help="Draft length of --stock and --constant.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="At most that many prompts, taken evenly from the categories.")]
 MaxNewTokens = Annotated[int | None, typer.Option(min=1, help="Stop after that many new tokens.  [default: 128]")]
@@ -67,6 +71,7 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     stock: Stock = None,
     constant: Constant = False,
     num_tokens: EqualLength = 10,
+    prepack: Prepack = False,
     check_float32: CheckFloat32 = None,
     out: OutFolder = None,
     temperature: options.Temperature = None,
@@ -83,8 +88,9 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     """Time plain generate(), stock assisted decoding and ours on the same prompts, taking turns.
 
     Ratios below 1 are called slower. Greedy texts are compared with the plain ones; where they part, the target's
-    logit gap there is reported.
+    logit gap there is reported. With --prepack every ratio is given against prepacked plain generate() as well.
     """
+    from hf_specgen.bench.methods import OURS_PREPACKED
     from hf_specgen.bench.run import Settings
     from hf_specgen.cli.session import ModelFlags, choose_prompts, open_session, read_decoding, require_sampling
 
@@ -100,12 +106,15 @@ def bench(  # noqa: PLR0913 - one parameter a flag
         _check_folder(out)
     session = open_session(flags)
     methods = _methods(session, batch_size, num_tokens, stock, constant)
+    if prepack:
+        packed = session.prepacked()
+        methods = [methods[0], packed.bound_plain(), *methods[1:], packed.bound(name=OURS_PREPACKED)]
     _measure(session, chosen, methods, settings, out)
     if preset.check_float32 if check_float32 is None else check_float32:
-        _check_float32(session, chosen, settings)
+        _check_float32(session, chosen, settings, prepack)
 
 
-def _check_float32(session: Session, prompts: list[Prompt], settings: Settings) -> None:
+def _check_float32(session: Session, prompts: list[Prompt], settings: Settings, prepack: bool) -> None:
     """Show that what differs in bfloat16 is rounding: in float32 the greedy texts must be the plain ones.
 
     Raises: typer.Exit with code 1 when they are not.
@@ -119,14 +128,14 @@ def _check_float32(session: Session, prompts: list[Prompt], settings: Settings) 
     from hf_specgen.cli.session import progress_bar
 
     model = session.model.float()  # the command ends here: nothing reads the old weights again
+    method = session.prepacked().bound() if prepack else session.ours()
     tokens = min(FLOAT32_TOKENS, settings.decoding.max_new_tokens)
     chosen = select(prompts, limit=FLOAT32_PROMPTS)
     short = replace(settings, decoding=Decoding(tokens), batch_size=1, repeats=1, warmup=0)
     with progress_bar("comparing in float32") as progress:
-        found = check_greedy(
-            model, session.tokenizer, chosen, session.ours(), short, tie_tolerance(model.dtype), progress
-        )
-    typer.echo(f"in float32, {tokens} new tokens: identical to plain greedy: {found.same}/{found.compared}")
+        found = check_greedy(model, session.tokenizer, chosen, method, short, tie_tolerance(model.dtype), progress)
+    kind = "in float32, prepacked" if prepack else "in float32"
+    typer.echo(f"{kind}, {tokens} new tokens: identical to plain greedy: {found.same}/{found.compared}")
     if not found.passed:
         raise typer.Exit(1)
 

@@ -41,10 +41,11 @@ def generate(  # noqa: PLR0913 - one parameter a flag
     dtype: options.DtypeName = Dtype.auto,
     device: options.Device = "cpu",
     threads: options.Threads = None,
+    prepack: options.Prepack = False,
 ) -> None:
     """Write text with speculative decoding. Text goes to stdout, everything else to stderr."""
     from hf_specgen.bench.prompts import Prompt, read_prompts
-    from hf_specgen.cli.session import ModelFlags, open_session, read_decoding, require_sampling
+    from hf_specgen.cli.session import ModelFlags, note, open_session, read_decoding, require_sampling
     from hf_specgen.cli.writing import Writer
 
     _check_source(prompt, file, chat, compare, batch, no_chat)
@@ -54,7 +55,11 @@ def generate(  # noqa: PLR0913 - one parameter a flag
     if num_tokens is not None and drafter == "none":
         raise SpecGenError("--num-tokens has no effect with --drafter none. Leave one of them out.")
     prompts = [Prompt.user(prompt)] if prompt is not None else [] if file is None else read_prompts(file)
-    writer = Writer(open_session(flags), decoding, num_tokens, not no_chat)
+    session = open_session(flags)
+    if prepack:
+        session = session.prepacked()
+        note("Weights are prepacked, for plain and speculative texts alike.")
+    writer = Writer(session, decoding, num_tokens, not no_chat)
     if chat:
         writer.talk()
     elif compare:

@@ -45,6 +45,10 @@ Seed = Annotated[int | None, typer.Option(min=0, help="Make sampling repeatable.
 NoChat = Annotated[bool, typer.Option("--no-chat", help="Feed the prompt as it is, without the chat template.")]
 DtypeName = Annotated[Dtype, typer.Option("--dtype", help="Number format of the models; auto: the checkpoint's own.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
+Prepack = Annotated[
+    bool,
+    typer.Option("--prepack", help="Lay the weights out for oneDNN first: faster on a CPU, a second copy in memory."),
+]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads that torch may use.")]
 PromptFile = Annotated[
     Path | None,

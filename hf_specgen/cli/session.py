@@ -6,7 +6,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from hf_specgen.bench.demo import load_target
-from hf_specgen.bench.methods import OURS, Decoding, DrafterChoice, Method, our_method
+from hf_specgen.bench.methods import (
+    OURS,
+    PLAIN_PREPACKED,
+    Decoding,
+    DrafterChoice,
+    Method,
+    on_model,
+    our_method,
+    plain_method,
+    prepacked_twin,
+)
 from hf_specgen.bench.prompts import Prompt, own_prompts, read_prompts, select
 from hf_specgen.bench.run import Progress as OnProgress
 from hf_specgen.cli.options import Dtype, Rule
@@ -35,6 +45,21 @@ class Session:
     def ours(self, num_tokens: int | None = None, name: str = OURS, label: str = "ours") -> Method:
         """Build the method that decodes with the chosen drafter."""
         return our_method(self.drafter.make(num_tokens), name, label, self.drafter.rule, self.tokenizer)
+
+    def prepacked(self) -> Session:
+        """Return a session over the same weights whose target and draft model are prepacked.
+
+        Raises: SpecGenError where they cannot be.
+        """
+        return replace(self, model=prepacked_twin(self.model), drafter=self.drafter.prepacked())
+
+    def bound(self, num_tokens: int | None = None, name: str = OURS, label: str = "ours prepacked") -> Method:
+        """Build the method that decodes on this session's own models, whatever model it is given."""
+        return on_model(self.model, self.ours(num_tokens), name, label)
+
+    def bound_plain(self) -> Method:
+        """Build the plain method of a prepacked session."""
+        return on_model(self.model, plain_method(), PLAIN_PREPACKED, "plain prepacked")
 
     def describe(self) -> dict[str, Any]:
         """Return what a report must say about the target and the drafter."""

@@ -12,7 +12,7 @@ from hf_specgen.errors import SpecGenError
 
 if TYPE_CHECKING:
     from hf_specgen.bench.exactness import GreedyReport, LawReport
-    from hf_specgen.bench.methods import Decoding
+    from hf_specgen.bench.methods import Decoding, Method
     from hf_specgen.bench.prompts import Prompt
     from hf_specgen.bench.run import Settings
     from hf_specgen.cli.session import Session
@@ -48,11 +48,13 @@ def verify(  # noqa: PLR0913 - one parameter a flag
     dtype: options.DtypeName = Dtype.auto,
     device: options.Device = "cpu",
     threads: options.Threads = None,
+    prepack: options.Prepack = False,
 ) -> None:
     """Check that a target and a drafter write exactly what the target alone would.
 
     Greedy texts are compared with plain generate() prompt by prompt, and sampled texts over a few tokens with the law
-    enumerated from plain forwards. The sampling flags concern the law check. Exit code 1 when a check fails.
+    enumerated from plain forwards. The sampling flags concern the law check. Prepacked models are compared with the
+    plain ones. Exit code 1 when a check fails.
     """
     from hf_specgen.bench.methods import Decoding
     from hf_specgen.bench.run import Settings
@@ -71,23 +73,27 @@ def verify(  # noqa: PLR0913 - one parameter a flag
     require_sampling(decoding, flags)
     session = open_session(flags)
     settings = Settings(Decoding(max_new_tokens), batch_size, repeats=1, warmup=0, chat=not no_chat)
-    passed = _check_greedy(session, chosen, settings, num_tokens, tolerance)
+
+    def ours() -> Method:
+        return session.prepacked().bound(num_tokens) if prepack else session.ours(num_tokens)
+
+    passed = _check_greedy(session, chosen, settings, ours(), tolerance)
     if law_samples:
-        passed = _check_law(session, chosen[0], settings, decoding, num_tokens, law_tokens, law_samples) and passed
+        session.model.float()  # rounding moves the law of a half-precision target from one way of batching to the next
+        passed = _check_law(session, chosen[0], settings, decoding, ours(), law_tokens, law_samples) and passed
     typer.echo("exact" if passed else "NOT EXACT: see the lines above")
     if not passed:
         raise typer.Exit(1)
 
 
 def _check_greedy(
-    session: Session, prompts: list[Prompt], settings: Settings, num_tokens: int | None, tolerance: float | None
+    session: Session, prompts: list[Prompt], settings: Settings, method: Method, tolerance: float | None
 ) -> bool:
     from hf_specgen.bench.compare import tie_tolerance
     from hf_specgen.bench.exactness import check_greedy
     from hf_specgen.cli.session import progress_bar
 
     limit = tie_tolerance(session.model.dtype) if tolerance is None else tolerance
-    method = session.ours(num_tokens)
     with progress_bar("greedy texts") as progress:
         report = check_greedy(session.model, session.tokenizer, prompts, method, settings, limit, progress)
     _show_greedy(report, session.tokenizer)
@@ -112,7 +118,7 @@ def _check_law(
     prompt: Prompt,
     settings: Settings,
     decoding: Decoding,
-    num_tokens: int | None,
+    method: Method,
     kept: int,
     samples: int,
 ) -> bool:
@@ -120,12 +126,10 @@ def _check_law(
     from hf_specgen.bench.prompts import encode
     from hf_specgen.cli.session import progress_bar
 
-    # rounding moves the law of a half-precision target from one way of batching to the next
-    model = session.model.float()
     ids = encode(prompt, session.tokenizer, settings.chat)
     expected = session.drafter.spec != "none"
     with progress_bar("sampled law") as progress:
-        report = check_law(model, ids, session.ours(num_tokens), decoding, kept, samples, expected, progress)
+        report = check_law(session.model, ids, method, decoding, kept, samples, expected, progress)
     _show_law(report, session.tokenizer)
     return report.passed
 
