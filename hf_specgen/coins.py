@@ -51,6 +51,16 @@ class Coins(CoinSource):
         """Return coins of 53 bits, see ``CoinSource``."""
         return ops.uniform(self.seeds[rows], self.row_ids[rows], self.positions[rows] + depth, use, sibling)
 
+    def gumbel_pick(
+        self, logits: Tensor, temperature: Tensor, rows: Tensor, depth: Tensor | int
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``argmax(logits / temperature + G)`` and whether the row is broken, without building G.
+
+        Shapes: ``logits (R, V)``, ``temperature (R)``, ``rows (R)``, ``depth (R)`` or one int for all.
+        """
+        position = self.positions[rows] + depth
+        return ops.gumbel_pick(logits, temperature, self.seeds[rows], self.row_ids[rows], position)
+
     def gumbel(self, rows: Tensor, depth: Tensor | int, vocab_size: int) -> Tensor:
         """Return Gumbel vectors; a longer vocabulary only appends to them, see ``CoinSource``."""
         return ops.gumbel_noise(self.seeds[rows], self.row_ids[rows], self.positions[rows] + depth, vocab_size)

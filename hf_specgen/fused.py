@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from hf_specgen import ops
-from hf_specgen.coins import ACCEPT, SAMPLE, CoinSource
+from hf_specgen.coins import ACCEPT, SAMPLE, Coins, CoinSource
 from hf_specgen.draft import DenseQ, Draft, SparseQ, Verdict
-from hf_specgen.errors import SpecGenError
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -30,19 +29,16 @@ class Dense:
 
 
 def verify_dense(dense: Dense, draft: Draft, coins: CoinSource | None, rule: str) -> Verdict:
-    """Judge a draft as ``verify`` does, reading each row of logits once and only a resampled row again.
-
-    Raises: ``SpecGenError`` for ``rule="block"`` on a sampled tree.
-    """
+    """Judge a draft as ``verify`` does, reading each row of logits once and only a resampled row again."""
     batch, scored, vocab = dense.logits.shape
     flat = dense.logits.reshape(-1, vocab)
     temperature = flat.new_full((len(flat),), dense.temperature, dtype=torch.float32)
     depth = draft.tree.depth.expand(batch, -1)
-    if rule == "gumbel" and coins is not None and dense.temperature > 0:
+    if rule == "gumbel" and isinstance(coins, Coins) and dense.temperature > 0:
         rows = torch.arange(batch, device=flat.device).repeat_interleave(scored)
         token, invalid = coins.gumbel_pick(flat, temperature, rows, depth.flatten())
         return _match(token, invalid, draft)
-    sample = torch.zeros_like(depth, dtype=torch.float64) if coins is None else _table(coins, batch, scored, SAMPLE)
+    sample = torch.zeros_like(depth, dtype=torch.float64) if coins is None else _table(coins, depth, SAMPLE)
     token, law, invalid = _draw(dense, flat, temperature, sample.gather(1, depth).flatten())
     if draft.q is None or coins is None or dense.temperature == 0 or not draft.width:
         return _match(token, invalid, draft)
@@ -50,12 +46,10 @@ def verify_dense(dense: Dense, draft: Draft, coins: CoinSource | None, rule: str
     target = (dense.logits, temperature[:batch], law.view(*places, -1), token.view(places), invalid.view(places))
     q = (draft.q.ids, draft.q.probs) if isinstance(draft.q, SparseQ) else (None, _logits(draft.q))
     if rule == "block":
-        if not draft.tree.is_chain:
-            raise SpecGenError("rule='block' got a tree of sampled tokens; it judges chains only. Use rule='rejection'.")
-        accept = _table(coins, batch, 1, ACCEPT, draft.width)[:, 0]
+        accept = _table(coins, depth[:, :1], ACCEPT, draft.width)[:, 0]
         return Verdict(*ops.block_chain(*target, draft.tokens, draft.n_valid, *q, accept, sample))
     siblings = 1 if draft.tree.is_chain else draft.width
-    accept = _table(coins, batch, scored, ACCEPT, siblings).view(*places, siblings)
+    accept = _table(coins, depth, ACCEPT, siblings)
     shape = (draft.tokens, draft.tree.parents, draft.n_valid)
     return Verdict(*ops.reject_tree(*target, *shape, *q, accept, sample, draft.without_replacement))
 
@@ -81,10 +75,14 @@ def _logits(q: DenseQ | SparseQ | None) -> Tensor:
     return q.logits
 
 
-def _table(coins: CoinSource, batch: int, depths: int, use: int, siblings: int = 0) -> Tensor:
-    """Toss the coins of every row and depth, ``(B, depths)``, or also of every sibling, ``(B, depths, K)``."""
-    shape = (batch, depths, siblings) if siblings else (batch, depths)
-    place = torch.arange(batch * depths * max(1, siblings), device=coins.device)
+def _table(coins: CoinSource, places: Tensor, use: int, siblings: int = 0) -> Tensor:
+    """Toss the coins of every row and depth, as many depths as ``places (B, S)`` is wide, and of every sibling.
+
+    Returns: ``(B, S)``, or ``(B, S, K)`` with ``siblings``.
+    """
+    batch, depths = places.shape
+    place = torch.arange(places.numel() * max(1, siblings), device=places.device)
     sibling: Tensor | int = place % siblings if siblings else 0
     place = place // max(1, siblings)
+    shape = (batch, depths, siblings) if siblings else (batch, depths)
     return coins.uniform(place // depths, place % depths, use, sibling).view(shape)

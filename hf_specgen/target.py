@@ -12,8 +12,10 @@ from transformers import PreTrainedModel
 from hf_specgen.coins import Coins
 from hf_specgen.draft import Draft, Round, Verdict, spread
 from hf_specgen.forward import CachedModel
+from hf_specgen.fused import FLOATS, Dense
 from hf_specgen.sequences import Sequences
 from hf_specgen.verify import verify
+from hf_specgen.warp import Truncation
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,17 @@ class Scores:
         if len(rows) == 1 and rows.device.type == "cpu":  # a view: the copy comes with the cast
             return self.logits[int(rows), int(nodes)].unsqueeze(0)
         return self.logits[rows, nodes]
+
+    def dense(self, folds: bool) -> Dense:
+        """Return all logits and what is left to do to them; processors that no kernel knows are applied here."""
+        rows, scored, vocab = self.logits.shape
+        logits, truncation = self.logits, self.sequences.warp.truncation
+        if truncation is None or not (folds or truncation == Truncation()):
+            place = torch.arange(rows * scored, device=self.device)
+            logits, truncation = self.at(place // scored, place % scored).view(rows, scored, vocab), Truncation()
+        elif logits.dtype not in FLOATS:
+            logits = logits.float()
+        return Dense(logits, *(truncation._replace(temperature=0.0) if self.greedy else truncation))
 
     def coins(self) -> Coins:
         """Return the coins of the rows that were scored."""

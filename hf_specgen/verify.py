@@ -19,6 +19,7 @@ from hf_specgen import ops
 from hf_specgen.coins import ACCEPT, SAMPLE, CoinSource
 from hf_specgen.draft import Draft, SparseQ, Verdict
 from hf_specgen.errors import SpecGenError
+from hf_specgen.fused import Dense, verify_dense
 
 RULES = frozenset({"rejection", "block", "gumbel"})
 
@@ -35,6 +36,10 @@ class Scores(Protocol):
 
     def at(self, rows: Tensor, nodes: Tensor) -> Tensor:
         """Return ``(R, V)`` logits of ``rows (R)`` at scored coordinates ``nodes (R)`` (0 is the root)."""
+        ...
+
+    def dense(self, folds: bool) -> Dense | None:
+        """Return all logits for the fused path, None where it has none; ``folds``: it can do the truncation itself."""
         ...
 
 
@@ -60,10 +65,17 @@ def verify(scores: Scores, draft: Draft, coins: CoinSource | None, rule: str = "
     """
     if rule not in RULES:
         raise SpecGenError(f"rule={rule!r} is unknown. Choose one of {sorted(RULES)}.")
-    if scores.greedy:
-        return _descend(scores, draft, _matching(scores, draft, _greedy_pick(scores)))
-    if coins is None:
+    if not scores.greedy and coins is None:
         raise SpecGenError("verify() got coins=None for a target that samples. Pass a CoinSource such as Coins(...).")
+    if rule == "block" and draft.q is not None and not (scores.greedy or draft.tree.is_chain):
+        raise SpecGenError(
+            "rule='block' got a tree of sampled tokens; it judges chains only. Use rule='rejection', or draft a chain."
+        )
+    dense = scores.dense(rule != "gumbel") if ops.fuses(scores.device) else None
+    if dense is not None:
+        return verify_dense(dense, draft, coins, rule)
+    if scores.greedy or coins is None:
+        return _descend(scores, draft, _matching(scores, draft, _greedy_pick(scores)))
     if rule == "gumbel":
         return _descend(scores, draft, _matching(scores, draft, _gumbel_pick(scores, coins)))
     if draft.q is None or not draft.width:
@@ -180,10 +192,6 @@ def _block(scores: Scores, draft: Draft, coins: CoinSource) -> Verdict:
     ``max(h p - q, 0)``. A block passes with R / (R + 1 - h), a full one with h.
     Source: Sun et al. 2024, "Block verification accelerates speculative decoding", algorithm 2.
     """
-    if not draft.tree.is_chain:
-        raise SpecGenError(
-            "rule='block' got a tree of sampled tokens; it judges chains only. Use rule='rejection', or draft a chain."
-        )
     rows = everyone = torch.arange(len(draft.tokens), device=scores.device)
     length = torch.arange(draft.width + 1, device=scores.device)
     real = _real(scores, draft)

@@ -90,6 +90,14 @@ class Warp:
         self.rows = rows
         self.needs_prefix = any(_name(processor) not in _SCORES_ONLY for processor in self.processors)
 
+    @property
+    def truncation(self) -> Truncation | None:
+        """Return all that the processors do when it is no more than this, None otherwise."""
+        if not self.steps:
+            return Truncation()
+        only = self.steps[0]
+        return only if len(self.steps) == 1 and isinstance(only, Truncation) else None
+
     def check(self, ids: Tensor, vocab_size: int) -> None:
         """Refuse processors that keep state, by trying copies of unknown ones on the prompt ``ids (B, L)``."""
         for processor in self.processors:

@@ -232,6 +232,9 @@ class TableScores:
     def device(self) -> torch.device:
         return self.logits.device
 
+    def dense(self, folds: bool) -> None:
+        return None
+
     def at(self, rows: Tensor, nodes: Tensor) -> Tensor:
         self.read += zip(rows.tolist(), nodes.tolist(), strict=True)
         return self.logits[rows, nodes]

@@ -21,7 +21,7 @@ PACKAGE = ("hf_specgen/", "kernels/", "trainers/")
 CODE = (*PACKAGE, "tests/", "examples/")
 
 # Left imports nothing from the right; on one level too. `__init__` is the package's public face.
-ORDER = """kernels < errors, draft, stats, costs < ops < coins
+ORDER = """kernels < errors, draft, stats, costs < ops < coins < fused
 < warp, cache, attention, forward, verify, sequences, packing, formats, hub
 < target < selfcheck, requests, outputs < drafters < generate, entry < trainers < __init__ < bench < cli"""
 RANK = {name: rank for rank, name in enumerate(re.findall(r"\w+", ORDER))}
