@@ -32,7 +32,7 @@ class Costs:
             return cls()
         if prepacked:  # in float32 too a pass of several positions is the same kind of product: no jump
             half = dtype in (torch.bfloat16, torch.float16)
-            return cls(row=0.08, slope=0.03) if half else cls(row=0.05, slope=0.05)
+            return cls(row=0.05, slope=0.03) if half else cls(row=0.03, slope=0.04)
         if dtype in (torch.bfloat16, torch.float16):
             return cls(row=0.08, slope=0.027)
         return cls(jump=0.5, row=0.033, slope=0.033)

@@ -43,6 +43,7 @@ class Pack:
 class _Packed(nn.Module):
     """Compute from packed weights where that is the plain layer's result, else as the plain layer does."""
 
+    weight: Tensor
     _pack: Pack | None = None
 
     def forward(self, input: Tensor) -> Tensor:

@@ -103,13 +103,12 @@ def accept_or_draw(
     """
     pair = _pair(logits, q_ids, q)
     accepted, choice, scale = _offer(pair, tokens, present, coins[:, :-1], without_replacement)
-    invalid, token, coin = _is_broken(pair), torch.zeros_like(choice), coins[:, -1]
-    stop = slice(None)
-    if accepted.device.type == "cpu":  # elsewhere a list of the rows that stop would wait for the device
-        stop = (~accepted).nonzero().squeeze(1)
-    if accepted.device.type != "cpu" or len(stop):
-        rest = _Pair(*(part if part is None else part[stop] for part in pair))
-        token[stop], _ = _draw_rest(rest, torch.ones_like(scale[stop]), scale[stop], coin[stop])
+    one, coin, invalid = torch.ones_like(scale), coins[:, -1], _is_broken(pair)
+    if accepted.device.type != "cpu":  # a list of the rows that stop would wait for the device
+        return accepted, choice, _draw_rest(pair, one, scale, coin)[0], invalid
+    token, (stop,) = torch.zeros_like(choice), (~accepted).nonzero(as_tuple=True)
+    if len(stop):
+        token[stop], _ = _draw_rest(pair.rows(stop), one[stop], scale[stop], coin[stop])
     return accepted, choice, token, invalid
 
 
@@ -153,6 +152,12 @@ class _Pair(NamedTuple):
     p_total: Tensor
     q_total: Tensor
 
+    def rows(self, index: Tensor) -> _Pair:
+        if len(index) == len(self.p):
+            return self
+        ids = None if self.q_ids is None else self.q_ids[index]
+        return _Pair(self.p[index], ids, self.q[index], self.p_total[index], self.q_total[index])
+
 
 def _pair(logits: Tensor, q_ids: Tensor | None, q: Tensor) -> _Pair:
     p = _softmax(logits)
@@ -172,7 +177,7 @@ def _offer(
     """Decide ``accept_siblings``: which rows accept, which child, and the scale of q."""
     p_child, q_child = _chances(pair, tokens)
     possible = present & (q_child > 0)
-    if without_replacement:
+    if without_replacement and tokens.shape[1] > 1:
         possible &= ~_repeats(tokens, possible)
 
     scale = torch.zeros_like(p_child[:, 0])

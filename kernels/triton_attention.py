@@ -199,10 +199,12 @@ def _blocks(dim: int, value_dim: int, queries: int, wide: bool) -> dict[str, int
     }
 
 
-def _warps(blocks: dict[str, int], wide: bool) -> int:
+def _warps(blocks: dict[str, int], wide: bool, capped: bool) -> int:
     """Choose the warps with which no tile of ``_blocks`` spills a register."""
-    small = blocks["BLOCK_M"] == 16 and max(blocks["BLOCK_D"], blocks["BLOCK_DV"]) <= 128
-    return 4 if small and not wide else 8
+    large = max(blocks["BLOCK_D"], blocks["BLOCK_DV"]) > 128
+    if wide:
+        return 4 if large else 8
+    return 4 if blocks["BLOCK_M"] == 16 and not large and not capped else 8
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -239,7 +241,7 @@ def _tree_attention(
             shared, group, width, slots, span, splits, scale, softcap,
             CAPPED=softcap != 0, SINK=sinks is not None, WHOLE=whole, **blocks,
             UPCAST=not query.is_cuda,  # the interpreter, alone on a CPU, multiplies the bits of a bfloat16
-            num_warps=_warps(blocks, wide), enable_fp_fusion=False,
+            num_warps=_warps(blocks, wide, softcap != 0), enable_fp_fusion=False,
         )  # fmt: skip
         if not whole:
             _combine_kernel[pairs * queries,](
@@ -274,26 +276,26 @@ def tree_attention(
 
 def variants() -> list[Variant]:
     """List what the kernels of this module are compiled to, for the heads and drafts that models have."""
-    single = {"CAPPED": True, "SINK": False, "WHOLE": True}
-    split, sunk = single | {"CAPPED": False, "WHOLE": False}, single | {"CAPPED": False, "SINK": True}
+    small = [(torch.float16, 128, 128, ("split",)), (torch.float32, 128, 128, ("split",))]
+    heads = [(torch.bfloat16, dim, dim, ("split",)) for dim in (80, 96, 128)]
+    heads += [(torch.bfloat16, 192, 128, ("split",)), (torch.bfloat16, 256, 256, ("split", "capped"))]
     found: list[Variant] = []
-    for dtype, pointer in POINTER.items():
-        for dim, value_dim in ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)):
-            for queries in (16, 32, 64):
-                wide = dtype == torch.float32
-                blocks = _blocks(dim, value_dim, queries, wide)
-                if blocks["BLOCK_M"] < queries:
-                    continue
-                for kind, flags in (("capped", single), ("split", split), ("sinks", sunk)):
-                    name = f"tree_attention {str(dtype).removeprefix('torch.')} {dim}/{value_dim} {queries} {kind}"
-                    constants: dict[str, Any] = {**flags, **blocks, "UPCAST": False}
-                    types = _types(_split_kernel, constants, pointer, "*fp32" if kind == "split" else pointer)
-                    found.append((name, _split_kernel, types, constants, _warps(blocks, wide)))
-        constants = {"SINK": True, "DV": 128, "BLOCK_DV": 128}
-        types = _types(_combine_kernel, constants, pointer, pointer)
-        found.append(
-            (f"tree_attention {str(dtype).removeprefix('torch.')} combine", _combine_kernel, types, constants, 4)
-        )
+    for dtype, dim, value_dim, kinds in (*heads, (torch.bfloat16, 64, 64, ("split", "sinks")), *small):
+        wide, pointer = dtype == torch.float32, POINTER[dtype]
+        dtype_name = str(dtype).removeprefix("torch.")
+        for queries in (16, 32, 64):
+            blocks = _blocks(dim, value_dim, queries, wide)
+            for kind in kinds if blocks["BLOCK_M"] == queries else ():
+                capped = kind == "capped"
+                flags = {"CAPPED": capped, "SINK": kind == "sinks", "WHOLE": kind != "split", "UPCAST": False}
+                constants: dict[str, Any] = {**flags, **blocks}
+                types = _types(_split_kernel, constants, pointer, "*fp32" if kind == "split" else pointer)
+                name = f"tree_attention {dtype_name} {dim}/{value_dim} {queries} {kind}"
+                found.append((name, _split_kernel, types, constants, _warps(blocks, wide, capped)))
+        if dim == 128:
+            constants = {"SINK": True, "DV": dim, "BLOCK_DV": dim}
+            types = _types(_combine_kernel, constants, pointer, pointer)
+            found.append((f"tree_attention {dtype_name} combine", _combine_kernel, types, constants, 4))
     return found
 
 

@@ -144,7 +144,8 @@ def variants() -> list[Variant]:
     coins = dict.fromkeys(("SEED", "ROW", "POSITION", "SIBLING"), "*i64")
     coins |= {"OUT": "*fp64", "count": "i32", "stream": "i64", "HAS_SIBLING": "constexpr", "BLOCK": "constexpr"}
     found: list[Variant] = [
-        ("uniform", _uniform_kernel, coins, {"HAS_SIBLING": has, "BLOCK": _COINS}, _WARPS // 2) for has in (False, True)
+        (f"uniform{' siblings' * has}", _uniform_kernel, coins, {"HAS_SIBLING": has, "BLOCK": _COINS}, _WARPS // 2)
+        for has in (False, True)
     ]
     for dtype, pointer in POINTER.items():
         signature: dict[str, Any] = {"X": pointer, **dict.fromkeys(("TEMPERATURE", "MAXIMA", "SUMS"), "*fp32")}

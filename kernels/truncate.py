@@ -10,7 +10,6 @@ import math
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -116,10 +115,10 @@ def _at_least(row: Row, strips: Row, bound: float) -> Ids:
     if bound == -math.inf:
         return np.arange(len(row))
     full = len(row) // _STRIP
-    chosen = np.flatnonzero(strips[:full] >= bound)
-    found = np.flatnonzero(row[: full * _STRIP].reshape(full, _STRIP)[chosen] >= bound)
+    (chosen,) = (strips[:full] >= bound).nonzero()
+    (found,) = (row[: full * _STRIP].reshape(full, _STRIP)[chosen] >= bound).ravel().nonzero()
     ids = chosen[found // _STRIP] * _STRIP + found % _STRIP
-    tail = np.flatnonzero(row[full * _STRIP :] >= bound)
+    (tail,) = (row[full * _STRIP :] >= bound).nonzero()
     return np.concatenate((ids, full * _STRIP + tail)) if len(tail) else ids
 
 
@@ -131,7 +130,7 @@ def _cut_mass(row: Row, law: Row, top_p: float) -> bool:
     """
     total = float(law.sum(dtype=np.float64))
     edge = (1 - top_p) * total
-    ids = np.flatnonzero(law > 0.999 * edge / len(law))
+    (ids,) = (law > 0.999 * edge / len(law)).nonzero()
     values, weights = row[ids], law[ids]
     below = total - float(weights.sum(dtype=np.float64))
     while len(values) > _BINS:
@@ -150,7 +149,7 @@ def _cut_mass(row: Row, law: Row, top_p: float) -> bool:
     if removed is None:
         return False
     last = values[order[removed]]
-    F.threshold_(torch.from_numpy(row), float(np.nextafter(last, np.float32(-math.inf))), -math.inf)
+    torch.threshold_(torch.from_numpy(row), float(np.nextafter(last, np.float32(-math.inf))), -math.inf)
     row[ids[order[:removed]]] = -math.inf
     return True
 
@@ -170,5 +169,5 @@ def _cut_ratio(row: Row, best: float, min_p: float) -> bool:
     edge = best + math.log(min_p)
     if np.abs(row - np.float32(edge)).min() <= _EXPONENT:
         return False
-    F.threshold_(torch.from_numpy(row), edge, -math.inf)
+    torch.threshold_(torch.from_numpy(row), edge, -math.inf)
     return True

@@ -50,9 +50,10 @@ def pick(source: torch.Generator, values: list[float], count: int, dtype: torch.
 
 def edge_rows(source: torch.Generator, count: int, vocab: int) -> Tensor:
     """Draw rows of several spreads; the first ones are edges: equal, one survivor, negative, tied, holes, broken."""
-    scale = pick(source, [0.05, 1.0, 4.0, 40.0], count).unsqueeze(1)
-    logits = torch.randn(count, vocab, generator=source) * scale
-    holes = torch.rand(count, vocab, generator=source) < 0.4
+    total = max(count, 10)
+    scale = pick(source, [0.05, 1.0, 4.0, 40.0], total).unsqueeze(1)
+    logits = torch.randn(total, vocab, generator=source) * scale
+    holes = torch.rand(total, vocab, generator=source) < 0.4
     holes[:, int(torch.randint(0, vocab, (1,), generator=source))] = False
     edges = [
         torch.full((vocab,), 2.0),
@@ -66,9 +67,8 @@ def edge_rows(source: torch.Generator, count: int, vocab: int) -> Tensor:
         torch.full((vocab,), -INF),
         torch.zeros(vocab).index_fill(0, torch.tensor([0]), -0.0),
     ]
-    for place, edge in enumerate(edges[:count]):
-        logits[place] = edge
-    return logits[torch.randperm(count, generator=source)]
+    logits[: len(edges)] = torch.stack(edges)
+    return logits[torch.randperm(total, generator=source)[:count]]
 
 
 def random_batch(seed: int, count: int, vocab: int, dtype: torch.dtype, truncated: bool = True) -> Batch:

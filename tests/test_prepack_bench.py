@@ -15,8 +15,11 @@ from typer.testing import CliRunner, Result
 
 from hf_specgen import packing
 from hf_specgen.bench import plots, report
+from hf_specgen.bench.compare import Divergence
+from hf_specgen.bench.machine import Timing
 from hf_specgen.bench.methods import Decoding, DrafterChoice, on_model, plain_method, prepacked_twin
-from hf_specgen.bench.run import Settings
+from hf_specgen.bench.prompts import Prompt
+from hf_specgen.bench.run import BatchResult, Cell, Settings
 from hf_specgen.cli import main
 from hf_specgen.packing import is_prepacked, packed_layers
 
@@ -105,21 +108,14 @@ def test_without_the_flag_nothing_is_packed(target: str, prompts: str, tmp_path:
     assert calls == 0 and "repacked" not in result.stdout
 
 
-def test_over_prepacked_is_made_from_the_prepacked_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_specgen.bench.machine import Timing
-    from hf_specgen.bench.prompts import Prompt
-    from hf_specgen.bench.run import BatchResult, Cell
-
+def test_over_prepacked_is_made_from_the_prepacked_times() -> None:
     seconds = {"plain": [4.0, 6.0], "plain-prepacked": [2.0, 3.0], "ours": [2.0, 4.0]}
     methods = [on_model(None, plain_method(), name, name) for name in seconds]
-    batches = [
-        BatchResult(
-            [Prompt.user("a", "x", str(i))],
-            [[1]],
-            {name: Cell([[7]], [Timing(s[i], 0.0)]) for name, s in seconds.items()},
-        )
-        for i in range(2)
-    ]
+    same: list[Divergence | None] = [None]
+    batches = []
+    for place in range(2):
+        cells = {name: Cell([[7]], [Timing(times[place], 0.0)]) for name, times in seconds.items()}
+        batches.append(BatchResult([Prompt.user("a", "x")], [[1]], cells, dict.fromkeys(cells, same)))
     built = report.build_report(batches, methods, Settings(Decoding(1)), {}, letters())["methods"]
     assert built["ours"]["speedup"] == pytest.approx(10 / 6)
     assert built["ours"]["over_prepacked"]["speedup"] == pytest.approx(5 / 6)

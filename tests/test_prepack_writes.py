@@ -177,6 +177,20 @@ def test_what_cannot_be_packed_is_refused_unchanged(make: Callable[[], nn.Module
     assert traces(model) == before
 
 
+@pytest.mark.gpu
+def test_a_model_on_an_accelerator_is_refused() -> None:
+    with pytest.raises(SpecGenError, match="is not on the CPU"):
+        prepack(tiny().to(torch.accelerator.current_accelerator()))
+
+
+def test_a_type_that_cannot_be_packed_runs_plain_and_comes_back() -> None:
+    model = prepack(tiny()).double()
+    right, calls = packed_calls(lambda: text(model))
+    assert calls == 0 and torch.equal(right, text(tiny().double()))
+    _, calls = packed_calls(lambda: text(model.float()))
+    assert calls > 0
+
+
 def test_a_torch_without_the_operators_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     with pytest.raises(SpecGenError, match=r"this torch \(.*\) has no oneDNN"):

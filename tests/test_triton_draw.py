@@ -60,10 +60,11 @@ def test_kernel_and_definition_agree(vocab: int, count: int, dtype: torch.dtype,
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_many_rows_agree(dtype: torch.dtype) -> None:
-    sizes = [(1, 10), (2, 20), (17, 40), (128, 40), (129, 40), (700, 60), (1500, 40), (8193, 20), (20_000, 10)]
+    sizes = [(1, 10), (2, 20), (17, 40), (128, 40), (129, 40), (700, 40), (1500, 30), (8193, 16), (20_000, 10)]
+    fewer = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}[dtype]  # the wider the keys, the longer each row
     for seed, (vocab, count) in enumerate(sizes):
         for truncated in (True, False):
-            batch = random_batch(seed, count if dtype != torch.float32 else count // 2, vocab, dtype, truncated)
+            batch = random_batch(seed, -(-count // fewer), vocab, dtype, truncated)
             assert differences(batch, drawn(batch, truncated), truncated)[0] == [], (vocab, truncated)
 
 
@@ -116,6 +117,7 @@ def check_brackets(logits: Tensor, spread: float = 2e-6, wrong: float = 1.0, **s
     kept = kept_by(law, asked.logits)[0]
     exact = ((logits.double() - law[0, 0]) / float(asked.temperature)).exp() * kept / law[0, 1]
     possible = (exact > 3 * spread).nonzero().flatten()
+    possible = possible[:: -(-len(possible) // 12)]
     ends = exact.cumsum(0)
     tries = torch.stack((ends - exact + spread, ends - spread), 1)[possible].clamp(0.0, LAST_COIN).flatten()
     warmth = float(asked.temperature) * wrong
@@ -139,14 +141,11 @@ def test_every_piece_of_the_law_is_where_it_belongs(settings: dict[str, float]) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, *TRUNCATIONS, {"top_k": 400, "top_p": 0.95}, {"top_p": 0.97}])
+@pytest.mark.parametrize("settings", [{}, *TRUNCATIONS, {"top_k": 4000, "top_p": 0.95}, {"top_p": 0.97}])
 def test_every_piece_of_a_wide_law_is_where_it_belongs(settings: dict[str, float]) -> None:
-    """Thousands of possible tokens: the last two settings do not fit the list of candidates."""
-    logits = (torch.randn(3000) * 0.7).bfloat16()
-    logits[torch.randperm(3000)[200:2900]] -= 2.0
-    logits[:2500] -= torch.where(torch.rand(2500) < 0.9, 12.0, 0.0)
-    places = check_brackets(logits[2400:2700] if not settings else logits, spread=2e-6 if not settings else 2e-5)
-    assert places == []
+    """Thousands of possible tokens, of which the last two settings keep more than the list of candidates holds."""
+    logits = (torch.randn(9000) * 0.5).bfloat16()
+    assert check_brackets(logits, **settings) == []
 
 
 def law_from_outside(logits: Tensor, tokens: list[int], steps: int) -> Tensor:
@@ -199,8 +198,18 @@ def test_temperatures_of_any_size(strips: bool) -> None:
     assert drawn(batch, strips)[0].tolist() == [2, 3, 2, 4]
 
 
+def test_a_list_that_misses_part_of_what_stays_is_not_used() -> None:
+    """The 256 best of 313 strips hold few hundred candidates, and of a flat row too little."""
+    logits = torch.randn(40_000) * 0.4  # of bfloat16 logits so many tie that the list overflows
+    batch = simple(logits, coins(0.3, 0.8))
+    batch = replace(batch, top_p=torch.tensor([0.55, 1.0]), min_p=torch.tensor([0.0, 0.1]))
+    assert (kept_by(batch.defined()[1], batch.logits).sum(1) > 10_000).all()
+    assert differences(batch, drawn(batch))[0] == []
+    assert decided(batch)[0].all()
+
+
 def test_ties_at_the_edges_follow_the_convention() -> None:
-    """All ties of the k-th stay; of the ties at the edge of the nucleus the highest ids, as a stable sort leaves them."""
+    """All ties of the k-th stay; at the edge of the nucleus the highest ids, as a stable sort leaves them."""
     logits = torch.tensor([1.0, 1.0, 2.0, 1.0, 1.0, -1.0]).bfloat16()
     for settings, kept in (
         ({"top_k": 2}, [0, 1, 2, 3, 4]),
@@ -250,7 +259,7 @@ def test_float64_goes_to_the_definition() -> None:
 
 
 def test_the_operation_is_registered_soundly() -> None:
-    batch = random_batch(5, 12, 40, torch.float32).rows(slice(0, 2))
+    batch = random_batch(5, 2, 40, torch.float32)
     fields = [each.to(DEVICE) for each in vars(batch).values()]
     every = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     for strips in (True, False):

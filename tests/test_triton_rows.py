@@ -1,4 +1,4 @@
-"""Coins, row statistics and the Gumbel pick: Triton against the definition, and the definition against known answers."""
+"""Coins, row statistics and the Gumbel pick: Triton against the definition, and Philox against known answers."""
 
 from __future__ import annotations
 

@@ -87,8 +87,8 @@ def test_the_operators_are_well_formed(name: str) -> None:
     }
     name, _, only = name.partition(" ")
     module = triton_typical if name == "typical_tree" else triton_walks
-    tests = ("test_schema", "test_faketensor") if only else torch.library._OPCHECK_DEFAULT_UTILS
-    torch.library.opcheck(vars(module)[name], arguments[name], test_utils=tests)
+    cheap = {"test_utils": ("test_schema", "test_faketensor")} if only else {}
+    torch.library.opcheck(vars(module)[name], arguments[name], **cheap)
 
 
 def chain(p: list[float], q: list[float], token: int, accept: float, sample: float, sparse: bool) -> Walk:
@@ -131,7 +131,7 @@ def test_an_empty_residual_falls_back_to_p(sparse: bool) -> None:
 def test_a_listed_law_that_holds_all_of_p_leaves_nothing_outside() -> None:
     """After the rejection of 0 only 1 is left, exactly: noise of the sums must not let another token in."""
     source = torch.Generator().manual_seed(0)
-    for _ in range(4):
+    for _ in range(2):
         p = torch.rand(5, generator=source, dtype=torch.float64)
         p, q = (p / p.sum()).tolist(), p * 1.0
         q[1] *= 0.5
@@ -150,21 +150,20 @@ def test_a_row_without_a_law_stops_the_walk_only_where_it_is_reached() -> None:
 @pytest.mark.parametrize("sparse", [True, False])
 def test_a_wide_row_is_redrawn_where_its_coin_lies(sparse: bool) -> None:
     """Three chunks, the last one short: every chunk and strip must be where it belongs."""
-    vocab, rows = 20_000, 7
+    vocab, rows = 20_000, 5
     source = torch.Generator().manual_seed(3)
     logits = torch.randn(rows, 2, vocab, generator=source)
     law, warped = laws(logits, torch.ones(rows), torch.ones(rows, 2, vocab, dtype=torch.bool))
     guess = torch.randn(rows, 1, vocab, generator=source)
     probs, ids = guess.softmax(-1).topk(50)
     probs = probs / probs.sum(-1, keepdim=True)
-    tokens = torch.full((rows, 1), 77) if not sparse else ids[:, :, 0]
     given = SparseQ(ids, probs) if sparse else DenseQ(guess)
     p = warped[:, 0].softmax(-1)
     q = torch.zeros_like(p).scatter(-1, ids[:, 0], probs[:, 0].double()) if sparse else guess[:, 0].double().softmax(-1)
-    rest = (p - q).clamp(min=0)
+    rest, tokens = (p - q).clamp(min=0), (q - p).argmax(-1, keepdim=True)  # that token is rejected
     edges = (rest / rest.sum(-1, keepdim=True)).cumsum(-1)
-    wanted = torch.tensor([3, 8191, 8192, 12_345, 16_383, 16_384, 19_999])
-    wanted = torch.stack([(rest[b, : w + 1] > 0).nonzero().max() for b, w in enumerate(wanted.tolist())])
+    after = [3, 8191, 12_345, 16_384, 19_800]
+    wanted = torch.stack([(rest[b, start:] > 0).nonzero().min() + start for b, start in enumerate(after)])
     middle = edges.gather(1, wanted.unsqueeze(1)) - rest.gather(1, wanted.unsqueeze(1)) / rest.sum(-1, True) / 2
     draft = Draft(tokens, Tree.chain(1), torch.ones(rows, dtype=torch.long), given)
     toss = torch.full((rows, 2, 1), LAST_COIN, dtype=torch.float64)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -86,10 +87,11 @@ def measure_verify(
 @torch.no_grad()
 def _measured(case: Case, batch: int, gamma: int, vocab: int, forward_ms: float | None, repeats: int) -> Measured:
     rounds = [_round(case, batch, gamma, vocab, seed) for seed in range(4)]
-    accepted = [verify(scores, draft, scores.coins(), case.rule).n for scores, draft in rounds]
-    ours = [_best(lambda s=scores, d=draft: verify(s, d, s.coins(), case.rule), repeats) for scores, draft in rounds]
-    plain = [_best(lambda s=scores, d=draft: _plain(case, s, d), max(1, repeats // 3)) for scores, draft in rounds]
-    ms, cpu_ms = (sum(column) / len(rounds) for column in zip(*ours, strict=True))
+    ours = [partial(verify, scores, draft, scores.coins(), case.rule) for scores, draft in rounds]
+    accepted = [call().n for call in ours]
+    times = [_best(call, repeats) for call in ours]
+    plain = [_best(partial(_plain, case, scores, draft), max(1, repeats // 3)) for scores, draft in rounds]
+    ms, cpu_ms = (sum(column) / len(rounds) for column in zip(*times, strict=True))
     return Measured(
         case.name,
         batch,
