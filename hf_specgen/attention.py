@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
@@ -139,7 +140,8 @@ def attend_as_eager(
 
 
 def _is_ours(dropout: float, kwargs: dict[str, Any], foreign: tuple[str, ...]) -> bool:
-    return _in_pass.get() and dropout == 0 and all(kwargs.get(name) is None for name in foreign)
+    in_pass = torch.compiler.is_compiling() or _in_pass.get()  # a compiler cannot read the variable
+    return in_pass and dropout == 0 and all(kwargs.get(name) is None for name in foreign)
 
 
 def _run(

@@ -111,17 +111,17 @@ def list_variants(only: Sequence[str] = ()) -> list[tuple[str, int, str]]:
     return found
 
 
-def compile_all(
-    jobs: Sequence[Job], workers: int, folder: Path | None = None
-) -> Iterator[tuple[Job, Compiled, bool]]:
+def compile_all(jobs: Sequence[Job], workers: int, folder: Path | None = None) -> Iterator[tuple[Job, Compiled, bool]]:
     """Compile side by side, each in the first free process; yield every result and whether the cache had it."""
+    if workers <= 1:
+        yield from ((job, *_compile_cached(job, folder)) for job in jobs)
+        return
     # a fresh process each: LLVM and the interpreter's switch do not survive a fork
-    with ProcessPoolExecutor(max(1, workers), mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         waiting = {pool.submit(_compile_cached, job, folder): job for job in jobs}
         try:
             for done in as_completed(waiting):
-                compiled, known = done.result()
-                yield waiting[done], compiled, known
+                yield (waiting[done], *done.result())
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -235,7 +235,9 @@ def _table(compiled: list[Compiled], brief: bool) -> tuple[list[str], list[list[
         each = [one for found in cells.values() for one in found]
         count = len({one.kernel for one in each})
         warps = "/".join(map(str, sorted({one.warps for one in each})))
-        rows.append([f"{name} ({count})" if brief else name, warps, *(_cell(cells.get(target, [])) for target in targets)])
+        rows.append(
+            [f"{name} ({count})" if brief else name, warps, *(_cell(cells.get(target, [])) for target in targets)]
+        )
     return ["kernel", "warps", *targets], rows
 
 

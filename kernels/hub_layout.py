@@ -18,7 +18,7 @@ from typing import Any
 __all__ = ["lay_out", "settings"]
 
 _HERE = Path(__file__).resolve().parent
-_LEFT_OUT = ("__init__.py", Path(__file__).name)  # the stand-in, and this
+_LEFT_OUT = ("__init__.py", Path(__file__).name, "compile_only.py")  # the stand-in, and programs
 # What ties our files to the package they come from, and what stands there in a build.
 _TIES = (
     (r"from hf_specgen\.kernels import ", "from . import "),

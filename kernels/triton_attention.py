@@ -26,7 +26,7 @@ _SPLIT = 512
 _FEW = 128  # wider passes read a prompt: their tiles fill a card, and their partial sums would fill its memory
 _STEP = tl.constexpr(16)  # splits that are added up at once
 # These change from round to round: a kernel must not be compiled for the parity of one of them.
-_MOVING = ("mask_row", "mask_step", "shared", "group", "width", "slots", "span", "splits")
+_MOVING = ("mask_row", "mask_step", "shared", "group", "scored", "slots", "span", "splits")
 
 
 @triton.jit
@@ -79,22 +79,26 @@ def _product(a, b, acc, UPCAST: tl.constexpr):
 def _split_kernel(  # noqa: PLR0913, PLR0915 - a kernel
     Q, K, V, MASK, SINKS, OUT, MAXIMA, SUMS,
     q_row, q_head, q_step, k_row, k_head, k_step, v_row, v_head, v_step, mask_row, mask_step,
-    shared, group, width, slots, span, splits, scale, softcap,
+    shared, group, scored, slots, span, splits, scale, softcap,
     CAPPED: tl.constexpr, SINK: tl.constexpr, WHOLE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    queries = group * width
+    queries = group * scored
     tiles = tl.cdiv(queries, BLOCK_M)
     program, split = tl.program_id(0), tl.program_id(1)
     tile, pair = program % tiles, program // tiles
     row, kv = (pair // shared).to(tl.int64), (pair % shared).to(tl.int64)
     place = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     there = place < queries
-    head, step = kv * group + place // width, place % width
+    member, step = place // scored, place % scored  # of the head group, of the draft
     channel, out_channel = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    offset = row * q_row + head * q_head + step.to(tl.int64) * q_step
-    q = tl.load(Q + offset[:, None] + channel[None, :], there[:, None] & (channel < D)[None, :], other=0.0)
+    offset = member * q_head + step * q_step  # within a row of the batch 32 bits are enough
+    q = tl.load(
+        Q + (row * q_row + kv * group * q_head) + (offset[:, None] + channel[None, :]),
+        there[:, None] & (channel < D)[None, :],
+        other=0.0,
+    )
 
     start = split * span
     end = tl.minimum(start + span, slots)
@@ -128,33 +132,35 @@ def _split_kernel(  # noqa: PLR0913, PLR0915 - a kernel
         best = top
         sink = tl.full((BLOCK_M,), -math.inf, tl.float32)
         if SINK:
-            sink = tl.load(SINKS + head, there, other=0.0).to(tl.float32) * LOG2E
+            sink = tl.load(SINKS + kv * group + member, there, other=0.0).to(tl.float32) * LOG2E
             best = tl.maximum(top, sink)
         safe = tl.where(best == -math.inf, 0.0, best)
         shrink = tl.exp2(top - safe)
         total = total * shrink + tl.exp2(sink - safe)
         out = acc * shrink[:, None] / tl.where(total > 0.0, total, 1.0)[:, None]
         # the output lies as (B, S, Hq, Dv)
-        offset = ((row * width + step) * (shared * group) + head) * DV
+        heads = shared * group
+        base = OUT + (row * scored * heads + kv * group) * DV
+        offset = (step * heads + member) * DV
         store = there[:, None] & (out_channel < DV)[None, :]
-        tl.store(OUT + offset[:, None] + out_channel[None, :], out.to(OUT.dtype.element_ty), store)
+        tl.store(base + (offset[:, None] + out_channel[None, :]), out.to(OUT.dtype.element_ty), store)
     else:
-        partial = (pair.to(tl.int64) * splits + split) * queries + place
-        tl.store(MAXIMA + partial, top, there)
-        tl.store(SUMS + partial, total, there)
+        base = (pair.to(tl.int64) * splits + split) * queries
+        tl.store(MAXIMA + base + place, top, there)
+        tl.store(SUMS + base + place, total, there)
         store = (there & (top > -math.inf))[:, None] & (out_channel < DV)[None, :]
-        tl.store(OUT + partial[:, None] * DV + out_channel[None, :], acc, store)
+        tl.store(OUT + base * DV + (place[:, None] * DV + out_channel[None, :]), acc, store)
 
 
 @triton.jit(do_not_specialize=_MOVING)
 def _combine_kernel(  # noqa: PLR0913 - a kernel
-    PARTIAL, MAXIMA, SUMS, SINKS, OUT, shared, group, width, splits,
+    PARTIAL, MAXIMA, SUMS, SINKS, OUT, shared, group, scored, splits,
     SINK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    queries = group * width
+    queries = group * scored
     program = tl.program_id(0)
     place, pair = program % queries, (program // queries).to(tl.int64)
-    row, head = pair // shared, (pair % shared) * group + place // width
+    row, head = pair // shared, (pair % shared) * group + place // scored
     channel = tl.arange(0, BLOCK_DV)
     inner = tl.arange(0, _STEP)
     best = tl.full((_STEP,), -math.inf, tl.float32)
@@ -180,7 +186,7 @@ def _combine_kernel(  # noqa: PLR0913 - a kernel
         acc += tl.sum(part * shrink[:, None], 0)
     mass = tl.sum(total, 0) + tl.exp2(sink - safe)
     out = acc / tl.where(mass > 0.0, mass, 1.0)
-    offset = ((row * width + place % width) * (shared * group) + head) * DV
+    offset = ((row * scored + place % scored) * (shared * group) + head) * DV
     tl.store(OUT + offset + channel, out.to(OUT.dtype.element_ty), channel < DV)
 
 
@@ -199,12 +205,10 @@ def _blocks(dim: int, value_dim: int, queries: int, wide: bool) -> dict[str, int
     }
 
 
-def _warps(blocks: dict[str, int], wide: bool, capped: bool) -> int:
+def _warps(blocks: dict[str, int], wide: bool) -> int:
     """Choose the warps with which no tile of ``_blocks`` spills a register."""
     large = max(blocks["BLOCK_D"], blocks["BLOCK_DV"]) > 128
-    if wide:
-        return 4 if large else 8
-    return 4 if blocks["BLOCK_M"] == 16 and not large and not capped else 8
+    return 8 if wide or large or blocks["BLOCK_M"] > 16 else 4
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -241,7 +245,7 @@ def _tree_attention(
             shared, group, width, slots, span, splits, scale, softcap,
             CAPPED=softcap != 0, SINK=sinks is not None, WHOLE=whole, **blocks,
             UPCAST=not query.is_cuda,  # the interpreter, alone on a CPU, multiplies the bits of a bfloat16
-            num_warps=_warps(blocks, wide, softcap != 0), enable_fp_fusion=False,
+            num_warps=_warps(blocks, wide), enable_fp_fusion=False,
         )  # fmt: skip
         if not whole:
             _combine_kernel[pairs * queries,](
@@ -291,7 +295,7 @@ def variants() -> list[Variant]:
                 constants: dict[str, Any] = {**flags, **blocks}
                 types = _types(_split_kernel, constants, pointer, "*fp32" if kind == "split" else pointer)
                 name = f"tree_attention {dtype_name} {dim}/{value_dim} {queries} {kind}"
-                found.append((name, _split_kernel, types, constants, _warps(blocks, wide, capped)))
+                found.append((name, _split_kernel, types, constants, _warps(blocks, wide)))
         if dim == 128:
             constants = {"SINK": True, "DV": dim, "BLOCK_DV": dim}
             types = _types(_combine_kernel, constants, pointer, pointer)

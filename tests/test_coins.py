@@ -65,10 +65,30 @@ def test_a_coin_is_a_multiple_of_two_to_the_minus_53_below_one() -> None:
     assert coins.mean().sub(0.5).abs() < 5 / math.sqrt(12 * len(rows))
 
 
+def test_few_coins_many_coins_and_their_definition_agree() -> None:
+    """Counters are encrypted as ints, arrays or tensors; negative seeds and each sibling are among them."""
+    seeds, rows = torch.randint(-(2**62), 2**62, (40,)), torch.arange(40)
+    positions, siblings = torch.randint(0, 2**20, (40,)), torch.randint(0, 1 << 24, (40,))
+    many = common.uniform(seeds, rows, positions, ACCEPT, siblings)
+    few = [
+        common.uniform(*(part[i : i + 5] for part in (seeds, rows, positions)), ACCEPT, siblings[i : i + 5])
+        for i in range(0, 40, 5)
+    ]
+    assert torch.equal(torch.cat(few), many)
+    counter = torch.stack((positions, rows, siblings | ACCEPT << 24, torch.zeros_like(rows)))
+    high, low, *_ = common.philox(counter, torch.stack((seeds, seeds >> 32)) & 0xFFFFFFFF)
+    assert torch.equal(many, ((high >> 5 << 26) | (low >> 6)).double() / 2**53)
+    alone = [
+        float(common.uniform(*(part[i : i + 1] for part in (seeds, rows, positions)), ACCEPT, int(siblings[i])))
+        for i in range(40)
+    ]
+    assert alone == many.tolist()
+
+
 def test_extreme_bits_stay_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     place = torch.zeros(2, dtype=torch.long)
     for word, coin in ((0, 0.0), (0xFFFFFFFF, 1 - 2.0**-53)):
-        monkeypatch.setattr(common, "_encrypt", lambda *places, word=word: (places[3] * 0 + word,) * 4)
+        monkeypatch.setattr(common, "_encrypt", lambda *places, value=word, **_: (places[3] * 0 + value,) * 4)
         assert common.uniform(place, place, place, SAMPLE).tolist() == [coin, coin]
         assert common.gumbel_noise(place, place, place, 5).isfinite().all()
 

@@ -192,3 +192,41 @@ def test_a_block_step_follows_its_definition() -> None:
             assert surplus.item() == pytest.approx(max(0, 0.4 * 0.5 - 0.2), abs=1e-12)
             assert reach.item() == pytest.approx(after, abs=1e-12)
             assert not invalid.any()
+
+
+@pytest.mark.parametrize("different", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_accepting_and_drawing_at_once_does_both(dtype: torch.dtype, different: bool) -> None:
+    """One call decides as the two definitions decide, for lists and logits, also where all rows stop or none."""
+    source = torch.Generator().manual_seed(1)
+    rows, vocab, siblings = 12, 300, 3
+    logits = (torch.randn(rows, vocab, generator=source) * 2).to(dtype)
+    q = (logits.double() + torch.randn(rows, vocab, generator=source) * 2).softmax(-1)
+    q[:2] = logits[:2].double().softmax(-1)  # nothing is left of p there, but for rounding
+    tokens = q.multinomial(siblings, generator=source)
+    present = torch.rand(rows, siblings, generator=source) < 0.8
+    coins = torch.rand(rows, siblings + 1, generator=source, dtype=torch.float64)
+    coins[2:5], coins[5:8, :3] = 0.0, LAST_COIN
+    for ids, law in two_ways(q):
+        for part in (slice(0, 12), slice(2, 5), slice(5, 8)):
+            laws = (logits[part], None if ids is None else ids[part], law[part])
+            accepted, choice, token, invalid = ops.accept_or_draw(
+                *laws, tokens[part], present[part], coins[part], different
+            )
+            known = ops.accept_siblings(*laws, tokens[part], present[part], coins[part, :3], different)
+            drawn, _ = ops.residual_draw(*laws, torch.ones_like(known[2]), known[2], coins[part, 3])
+            assert torch.equal(accepted, known[0]) and torch.equal(invalid, known[3])
+            assert torch.equal(choice[accepted], known[1][accepted])
+            assert torch.equal(token[~accepted], drawn[~accepted])
+
+
+def test_a_vanishing_reach_leaves_numbers() -> None:
+    """Block verification may ask for the residual of h = 0 or nearly 0 times p: empty, and never NaN."""
+    p = torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.5, 0.5]]).log()
+    for ids, law in two_ways(torch.tensor([[1.0, 0.0]] * 3)):
+        surplus, after, _ = ops.block_step(p, ids, law, torch.tensor([0, 1, 1]), coin(0.0, 0.0, 1e-42))
+        assert surplus[:2].tolist() == [0.0, 0.0]
+        assert surplus[2].item() == pytest.approx(0.5e-42, rel=1e-3)
+        assert after.tolist() == [0.0, 0.0, 0.0]
+        token, invalid = ops.residual_draw(p, ids, law, coin(0.0, 0.0, 1e-42), coin(1.0, 0.0, 1.0), coin(0.0, 0.9, 0.0))
+        assert token.tolist() == [0, 1, 1] and not invalid.any()

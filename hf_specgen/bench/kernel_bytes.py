@@ -41,6 +41,11 @@ class Shape:
         return -(-self.vocab // CHUNK)
 
     @property
+    def again(self) -> int:
+        """Return how many logits of a row are read again to draw from it: a chunk, then a strip of it."""
+        return min(CHUNK, self.vocab) + min(STRIP, self.vocab)
+
+    @property
     def strips(self) -> int:
         """Return the strips of a row."""
         return -(-self.vocab // STRIP)
@@ -61,7 +66,7 @@ def row_draw(shape: Shape, greedy: bool = False, top_k: int | None = None) -> in
     if greedy:
         return shape.rows * (each + 4)
     if top_k is None:
-        return shape.rows * (each + (CHUNK + STRIP) * shape.item)
+        return shape.rows * (each + shape.again * shape.item)
     read = min(top_k or LISTED_STRIPS, LISTED_STRIPS, shape.strips)
     return shape.rows * (each + 12 + 8 * shape.strips + read * (8 + STRIP * shape.item) + 16 * LISTED)
 
@@ -79,7 +84,7 @@ def match_tree(shape: Shape) -> int:
 def _left(shape: Shape, places: int, dense: bool) -> int:
     """Count what is left of p at ``places`` rows, and the draw from one of them a row of the batch."""
     item = shape.item + shape.q_item * dense
-    return places * (shape.vocab * item + 8 * shape.chunks) + shape.batch * (8 * shape.chunks + (CHUNK + STRIP) * item)
+    return places * (shape.vocab * item + 8 * shape.chunks) + shape.batch * (8 * shape.chunks + shape.again * item)
 
 
 def _draft_sums(shape: Shape) -> int:
@@ -94,6 +99,16 @@ def reject_tree(shape: Shape, dense: bool, rejected: int | None = None) -> int:
     rejected = shape.batch if rejected is None else rejected
     q = _draft_sums(shape) if dense else shape.batch * shape.gamma * shape.listed * 12
     return match_tree(shape) + q + (_left(shape, rejected, dense) if rejected else 0)
+
+
+def siblings(shape: Shape, rejected: int, redrawn: int) -> int:
+    """Count a walk over children of the root alone: q once, and a pass over p and q for each that is rejected.
+
+    ``rejected`` children in all, and ``redrawn`` rows of which none is accepted.
+    """
+    whole = shape.vocab * (shape.item + shape.q_item)
+    q = shape.batch * (shape.vocab * shape.q_item + 8 * shape.chunks)
+    return match_tree(shape) + q + (rejected - redrawn) * whole + (_left(shape, redrawn, True) if redrawn else 0)
 
 
 def block_chain(shape: Shape, dense: bool) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_specgen import ops
 from hf_specgen.bench import kernel_bytes as moved
 from hf_specgen.bench.kernel_bytes import Shape
-from hf_specgen.coins import ACCEPT, SAMPLE, Coins
+from hf_specgen.coins import Coins
 from hf_specgen.draft import DenseQ, Draft, Tree
 from hf_specgen.fused import Dense, verify_dense
 
@@ -21,7 +21,8 @@ _TOP_K, _TOP_P = 50, 0.95
 _GUESSED = 0.8  # how often a drafted token is the target's likeliest
 _BUFFERS, _HEADS, _SLOTS, _CHANNELS = 16, 8, 256, 128  # of the cache whose slots move
 _TEXT = 2048  # tokens that are searched
-_QUERY_HEADS = 32
+_QUERY_HEADS, _CONTEXT = 32, 2048  # of the attention; a CPU gets a quarter of the slots
+_EPSILON, _DELTA = 0.3, 0.09
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,11 @@ class Work:
 
 @dataclass(frozen=True)
 class Case:
-    """Name an operation; ``by_vocab`` is False where no logits take part, so that one vocabulary is enough."""
+    """Name an operation.
+
+    ``by_vocab`` is False where no logits take part: one vocabulary is enough. ``on_cpu`` marks what also runs, in plain
+    torch, on a CPU; the others' references are definitions and not what a CPU does.
+    """
 
     name: str
     prepare: Callable[[Inputs], Work]
@@ -139,21 +144,15 @@ class Inputs:
         return Coins(each + 5, each, each + 100)
 
 
-def _row_stats(given: Inputs, strips: bool = False) -> Work:
-    return Work(
-        lambda: ops.row_stats(given.flat, given.temperature, strips),
-        lambda: given.flat.softmax(-1, dtype=torch.float32),
-        moved.row_stats(given.shape, strips),
-    )
+def _row_stats(given: Inputs) -> Work:
+    ours = partial(ops.row_stats, given.flat, given.temperature, False)
+    return Work(ours, partial(given.flat.softmax, -1, dtype=torch.float32), moved.row_stats(given.shape))
 
 
 def _row_draw(given: Inputs) -> Work:
     p = given.flat.softmax(-1, dtype=torch.float32)
-    return Work(
-        lambda: ops.row_draw(given.flat, given.temperature, *given.settings, given.coin, *given.stats),
-        lambda: p.multinomial(1),
-        moved.row_draw(given.shape),
-    )
+    ours = partial(ops.row_draw, given.flat, given.temperature, *given.settings, given.coin, *given.stats)
+    return Work(ours, partial(p.multinomial, 1), moved.row_draw(given.shape))
 
 
 def _truncated(given: Inputs) -> Work:
@@ -177,47 +176,228 @@ def _truncated(given: Inputs) -> Work:
 
 
 def _gumbel(given: Inputs) -> Work:
-    seed, row, position = (given.integers(1 << 30, given.shape.rows) for _ in range(3))
+    places = [given.integers(1 << 30, given.shape.rows) for _ in range(3)]
 
     def plain() -> object:
         p = given.flat.softmax(-1, dtype=torch.float32)
         return (p / torch.empty_like(p).exponential_()).argmax(-1)
 
-    ours = lambda: ops.gumbel_pick(given.flat, given.temperature, seed, row, position)  # noqa: E731
+    ours = partial(ops.gumbel_pick, given.flat, given.temperature, *places)
     return Work(ours, plain, moved.gumbel_pick(given.shape))
 
 
 def _match_tree(given: Inputs) -> Work:
     _, token, invalid = given.drawn
-    shape = (given.guesses, given.chain.parents, given.n_valid)
-    return Work(
-        lambda: ops.match_tree(token, invalid, *shape),
-        lambda: _matched(token, given.guesses),
-        moved.match_tree(given.shape),
-    )
+    ours = partial(ops.match_tree, token, invalid, given.guesses, given.chain.parents, given.n_valid)
+    return Work(ours, partial(_matched, token, given.guesses), moved.match_tree(given.shape))
 
 
 def _reject(given: Inputs, dense: bool) -> Work:
-    ids, probs = (None, given.q) if dense else given.listed
-    accept = given.uniform(given.shape.batch, given.shape.gamma + 1, 1)
-    sample = given.uniform(given.shape.batch, given.shape.gamma + 1)
-    shape = (given.sampled, given.chain.parents, given.n_valid)
-    ours = lambda: ops.reject_tree(*given.target, *shape, ids, probs, accept, sample, False)  # noqa: E731
-    rejected = int((ours()[1] < given.shape.gamma).sum())
-    return Work(ours, lambda: _rejected(given, dense), moved.reject_tree(given.shape, dense, rejected))
+    shape, p = given.shape, given.logits.softmax(-1, dtype=torch.float32)
+    law = (None, given.q) if dense else given.listed
+    drafted = (given.sampled, given.chain.parents, given.n_valid)
+    coins = (given.uniform(shape.batch, shape.gamma + 1, 1), given.uniform(shape.batch, shape.gamma + 1))
+    ours = partial(ops.reject_tree, *given.target, *drafted, *law, *coins, False)
+    rejected = int((ours()[1] < shape.gamma).sum())
+    plain = lambda: _rejected(p, _dense(given, dense), given.sampled)  # noqa: E731
+    return Work(ours, plain, moved.reject_tree(shape, dense, rejected))
 
 
 def _siblings(given: Inputs) -> Work:
-    nodes = range(given.shape.gamma)
-    parents = torch.tensor([[(node + 1) // 3 - 1 for node in nodes]], device=given.device)
-    above = parents + 1
-    first = torch.tensor([3 * max((node + 1) // 3, 0) for node in nodes], device=given.device)
-    q = given.logits[:, above[0]]  # siblings share q; the root's are the first
-    tokens = q[:, first.clamp(max=given.shape.gamma - 1)].topk(3, -1).indices
-    rank = torch.arange(given.shape.gamma, device=given.device) % 3
-    tokens = tokens.gather(-1, rank.expand(given.shape.batch, -1).unsqueeze(-1)).squeeze(-1)
-    accept = given.uniform(given.shape.batch, given.shape.gamma + 1, 3)
-    sample = given.uniform(given.shape.batch, given.shape.gamma + 1)
-    shape = (tokens, parents, given.n_valid)
-    ours = lambda: ops.reject_tree(*given.target, *shape, None, q, accept, sample, True)  # noqa: E731
-    return Work(ours, lambda: _rejected(given, True), moved.reject_tree(given.shape, True))
+    """Hang all nodes on the root: each rejected one changes what is left of p for the next."""
+    shape, p = given.shape, given.logits[:, 0].softmax(-1, dtype=torch.float32)
+    parents = torch.full((1, shape.gamma), -1, device=given.device)
+    tokens = given.q[:, 0].softmax(-1, dtype=torch.float32).multinomial(shape.gamma, replacement=True)
+    coins = (given.uniform(shape.batch, shape.gamma + 1, shape.gamma), given.uniform(shape.batch, shape.gamma + 1))
+    ours = partial(ops.reject_tree, *given.target, tokens, parents, given.n_valid, None, given.q, *coins, False)
+    path, n, _, _ = ours()
+    rejected = torch.where(n > 0, path[:, 0], shape.gamma)  # siblings, a row
+    redrawn = int((n == 0).sum())
+    return Work(ours, partial(_in_turn, p, given, tokens), moved.siblings(shape, int(rejected.sum()), redrawn))
+
+
+def _block(given: Inputs) -> Work:
+    shape, p = given.shape, given.logits.softmax(-1, dtype=torch.float32)
+    coins = (given.uniform(shape.batch, shape.gamma), given.uniform(shape.batch, shape.gamma + 1))
+    ours = partial(ops.block_chain, *given.target, given.sampled, given.n_valid, None, given.q, *coins)
+    return Work(ours, partial(_blocks, p, given), moved.block_chain(shape, True))
+
+
+def _typical(given: Inputs) -> Work:
+    p = given.logits.softmax(-1, dtype=torch.float32)
+    drafted = (given.guesses, given.chain.parents, given.n_valid)
+    ours = partial(ops.typical_tree, *given.target, *drafted, _EPSILON, _DELTA)
+    return Work(ours, partial(_typical_path, p, given), moved.typical_tree(given.shape))
+
+
+def _verify(given: Inputs, sampled: bool) -> Work:
+    """Judge a chain from its logits to its verdict, as a round of ``generate()`` does."""
+    shape = given.shape
+    tokens = given.sampled if sampled else given.guesses
+    draft = Draft(tokens, given.chain, given.n_valid, DenseQ(given.q) if sampled else None)
+    ours = partial(verify_dense, Dense(given.logits), draft, given.coins, "rejection")
+    rejected = int((ours().n < shape.gamma).sum())
+    walk = moved.reject_tree(shape, True, rejected) if sampled else moved.match_tree(shape)
+
+    def plain() -> object:
+        p = given.logits.softmax(-1, dtype=torch.float32)
+        return _rejected(p, _dense(given, True) if sampled else None, tokens)
+
+    return Work(ours, plain, moved.row_stats(shape) + moved.row_draw(shape) + walk)
+
+
+def _move_slots(given: Inputs) -> Work:
+    batch, gamma = given.shape.batch, given.shape.gamma
+    size = (batch, _HEADS, _SLOTS, _CHANNELS)
+    buffers = [torch.zeros(size, device=given.device, dtype=given.dtype) for _ in range(_BUFFERS)]
+    destination = torch.arange(_SLOTS - 2 * gamma, _SLOTS - gamma, device=given.device).repeat(batch, 1)
+    source = destination + torch.arange(1, gamma + 1, device=given.device)
+    each = torch.arange(batch, device=given.device).unsqueeze(1)
+
+    def plain() -> None:
+        for buffer in buffers:
+            buffer[each, :, destination] = buffer[each, :, source]
+
+    count = 2 * _BUFFERS * batch * _HEADS * gamma * _CHANNELS * given.shape.item
+    return Work(partial(ops.move_slots, buffers, source, destination), plain, count)
+
+
+def _tree_mask(given: Inputs) -> Work:
+    batch, gamma = given.shape.batch, given.shape.gamma
+    lengths, view = given.integers(1000, batch) + 1, 1024 + gamma
+    parents = torch.tensor([[(node - 1) // 2 for node in range(gamma)]], device=given.device)
+
+    def plain() -> object:
+        places = torch.arange(view, device=given.device)
+        seen = Tree(parents).ancestors.expand(batch, -1, -1)
+        node = (places - lengths.unsqueeze(1)).unsqueeze(1).expand(-1, gamma + 1, -1)
+        inside = seen.gather(2, node.clamp(0, gamma))
+        return (node < 0) | (inside & (node >= 0) & (node <= gamma))
+
+    count = batch * (gamma + 1) * view
+    return Work(partial(ops.tree_mask, lengths, parents, view, view, 0, False), plain, count)
+
+
+def _match_ngrams(given: Inputs) -> Work:
+    batch, gamma = given.shape.batch, given.shape.gamma
+    ids = given.integers(50, batch, _TEXT)
+    lengths = torch.full((batch,), _TEXT, device=given.device)
+
+    def plain() -> object:
+        start = torch.zeros_like(lengths)
+        for size in range(1, 4):  # the longest match has the last word
+            windows = ids[:, :-1].unfold(1, size, 1)
+            found = (windows == ids[:, None, -size:]).all(-1)
+            last = found.shape[1] - 1 - found.flip(1).int().argmax(1)
+            start = torch.where(found.any(1), last + size, start)
+        return ids.gather(1, (start.unsqueeze(1) + torch.arange(gamma, device=ids.device)).clamp(max=_TEXT - 1))
+
+    return Work(partial(ops.match_ngrams, ids, lengths, 3, 1, gamma), plain, batch * 8 * (_TEXT + gamma))
+
+
+def _tree_attention(given: Inputs) -> Work:
+    batch, places = given.shape.batch, given.shape.gamma + 1
+    slots = _CONTEXT if given.device.type == "cuda" else _CONTEXT // 4
+
+    def made(heads: int, width: int) -> Tensor:
+        size = (batch, heads, width, _CHANNELS)
+        return torch.randn(size, generator=given.source, device=given.device, dtype=given.dtype)
+
+    query, key, value = made(_QUERY_HEADS, places), made(_HEADS, slots), made(_HEADS, slots)
+    mask = torch.ones(batch, 1, places, slots, dtype=torch.bool, device=given.device).tril(slots - places)
+    group = _QUERY_HEADS // _HEADS
+
+    def plain() -> object:
+        keys, values = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=_CHANNELS**-0.5)
+
+    count = given.shape.item * (2 * key.numel() + 2 * query.numel()) + mask.numel()
+    ours = partial(ops.tree_attention, query, key, value, mask, _CHANNELS**-0.5, 0.0, None)
+    return Work(ours, plain, count)
+
+
+def _dense(given: Inputs, dense: bool) -> Tensor:
+    """Return q as float32 probabilities ``(B, N, V)``."""
+    if dense:
+        return given.q.softmax(-1, dtype=torch.float32)
+    ids, probs = given.listed
+    return torch.zeros(given.q.shape, device=given.device).scatter_(-1, ids, probs)
+
+
+def _matched(drawn: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    kept = (drawn[:, :-1] == tokens).long().cumprod(1).sum(1)
+    return kept, drawn.gather(1, kept.unsqueeze(1))
+
+
+def _rejected(p: Tensor, q: Tensor | None, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Accept with min(1, p/q), then draw from what q leaves of p at the first rejected place."""
+    chosen = tokens.unsqueeze(-1)
+    ratio = p[:, :-1].gather(-1, chosen)
+    ratio = (ratio if q is None else ratio / q.gather(-1, chosen)).squeeze(-1)
+    kept = (torch.rand_like(ratio) < ratio).long().cumprod(1).sum(1)
+    place = kept.view(-1, 1, 1)
+    row, inside = p.gather(1, place.expand(-1, 1, p.shape[-1])).squeeze(1), (kept < tokens.shape[1]).unsqueeze(1)
+    at = place.clamp(max=tokens.shape[1] - 1)
+    if q is None:
+        rest = row.scatter(1, chosen.gather(1, at).squeeze(1), 0.0)
+    else:
+        rest = (row - q.gather(1, at.expand(-1, 1, q.shape[-1])).squeeze(1)).clamp_(min=0)
+    return kept, torch.where(inside, rest, row).add_(1e-12).multinomial(1)
+
+
+def _in_turn(p: Tensor, given: Inputs, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Offer siblings one after the other, renormalising what each leaves."""
+    q = given.q[:, 0].softmax(-1, dtype=torch.float32)
+    found = torch.zeros(len(p), dtype=torch.bool, device=p.device)
+    for token in tokens.unsqueeze(-1).unbind(1):
+        ratio = (p.gather(1, token) / q.gather(1, token)).squeeze(1)
+        found |= torch.rand_like(ratio) < ratio
+        rest = (p - q).clamp_(min=0).add_(1e-12)
+        p = torch.where(found.unsqueeze(1), p, rest / rest.sum(-1, keepdim=True))
+    return found, p.multinomial(1)
+
+
+def _blocks(p: Tensor, given: Inputs) -> tuple[Tensor, Tensor]:
+    """Run h down the chain (Sun et al. 2024, algorithm 2), then draw from what the kept block leaves."""
+    q, tokens = given.q.softmax(-1, dtype=torch.float32), given.sampled.unsqueeze(-1)
+    reach = torch.ones(len(p), 1, device=p.device)
+    kept, last = torch.zeros_like(given.n_valid), p[:, 0]
+    for i in range(tokens.shape[1]):
+        left = (reach * p[:, i] - q[:, i]).clamp_(min=0)
+        mass = left.sum(-1, keepdim=True)
+        passes = torch.rand_like(reach) <= (mass / (mass + 1 - reach).clamp_(min=1e-12) if i else 1.0)
+        kept, last = torch.where(passes.squeeze(1), i, kept), torch.where(passes, left, last)
+        ratio = p[:, i].gather(1, tokens[:, i]) / q[:, i].gather(1, tokens[:, i])
+        reach = (reach * ratio).clamp_(max=1)
+    full = torch.rand_like(reach) < reach
+    kept = torch.where(full.squeeze(1), tokens.shape[1], kept)
+    return kept, torch.where(full, p[:, -1], last).add(1e-12).multinomial(1)
+
+
+def _typical_path(p: Tensor, given: Inputs) -> tuple[Tensor, Tensor]:
+    above = p[:, :-1]
+    entropy = -torch.xlogy(above, above).sum(-1)
+    kept = above.gather(-1, given.guesses.unsqueeze(-1)).squeeze(-1) > (_DELTA * (-entropy).exp()).clamp(max=_EPSILON)
+    n = kept.long().cumprod(1).sum(1)
+    return n, given.drawn[1].gather(1, n.unsqueeze(1))
+
+
+CHAIN, CHAIN_Q = "verify a chain", "verify a chain, dense q"
+CASES = (
+    Case(CHAIN, partial(_verify, sampled=False)),
+    Case(CHAIN_Q, partial(_verify, sampled=True)),
+    Case("row_stats", _row_stats),
+    Case("row_draw", _row_draw),
+    Case("row_stats + row_draw, top-k 50, top-p .95", _truncated),
+    Case("gumbel_pick", _gumbel),
+    Case("match_tree", _match_tree),
+    Case("reject_tree, dense q", partial(_reject, dense=True)),
+    Case("reject_tree, listed q", partial(_reject, dense=False)),
+    Case("reject_tree, siblings", _siblings),
+    Case("block_chain, dense q", _block),
+    Case("typical_tree", _typical),
+    Case("tree_attention", _tree_attention, by_vocab=False, on_cpu=True),
+    Case("tree_mask", _tree_mask, by_vocab=False, on_cpu=True),
+    Case("move_slots", _move_slots, by_vocab=False, on_cpu=True),
+    Case("match_ngrams", _match_ngrams, by_vocab=False, on_cpu=True),
+)

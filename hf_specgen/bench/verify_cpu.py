@@ -86,11 +86,11 @@ def measure_verify(
 
 @torch.no_grad()
 def _measured(case: Case, batch: int, gamma: int, vocab: int, forward_ms: float | None, repeats: int) -> Measured:
-    rounds = [_round(case, batch, gamma, vocab, seed) for seed in range(4)]
+    rounds = [make_round(case, batch, gamma, vocab, seed) for seed in range(4)]
     ours = [partial(verify, scores, draft, scores.coins(), case.rule) for scores, draft in rounds]
     accepted = [call().n for call in ours]
     times = [_best(call, repeats) for call in ours]
-    plain = [_best(partial(_plain, case, scores, draft), max(1, repeats // 3)) for scores, draft in rounds]
+    plain = [_best(partial(verify_plainly, case, scores, draft), max(1, repeats // 3)) for scores, draft in rounds]
     ms, cpu_ms = (sum(column) / len(rounds) for column in zip(*times, strict=True))
     return Measured(
         case.name,
@@ -116,7 +116,7 @@ def _best(call: Callable[[], object], repeats: int) -> tuple[float, float]:
     return min(walls[1:]) / 1e6, min(cpus[1:]) / 1e6
 
 
-def _round(case: Case, batch: int, gamma: int, vocab: int, seed: int) -> tuple[Scores, Draft]:
+def make_round(case: Case, batch: int, gamma: int, vocab: int, seed: int) -> tuple[Scores, Draft]:
     """Make one round: scored logits in bfloat16 and a draft whose tokens are often likely."""
     source = torch.Generator().manual_seed(seed)
     logits = torch.randn(batch, gamma + 1, vocab, generator=source) * 2.5
@@ -157,7 +157,7 @@ def _sampled(logits: Tensor, source: torch.Generator) -> Tensor:
     return logits.flatten(0, 1).softmax(-1).multinomial(1, generator=source).view(logits.shape[:2])
 
 
-def _plain(case: Case, scores: Scores, draft: Draft) -> object:
+def verify_plainly(case: Case, scores: Scores, draft: Draft) -> object:
     """Verify as one would write it down: every row processed, normalised and drawn from."""
     batch, scored, vocab = scores.logits.shape
     logits = scores.logits.flatten(0, 1).float()
