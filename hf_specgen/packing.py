@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -23,6 +24,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 _LOG = logging.getLogger(__name__)
 _TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+_CHUNK, _ODD = 61, 0x1E3779B97F4A7C15
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WAY_OUT = "Prepacking needs plain float weights in CPU memory: leave prepack out for this model."
 
@@ -47,18 +49,21 @@ class _Packed(nn.Module):
     _pack: Pack | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return what the plain layer returns; gradients, autocast and ``torch.compile`` get the plain layer itself."""
-        weight, bias = self._parameters["weight"], self._parameters["bias"]
-        # in the order of the checks: what is traced or trained never touches a pack
+        """Return what the plain layer returns; derivatives, autocast and tracing get the plain layer itself."""
+        weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
+        if weight is not None and weight.requires_grad and torch.is_grad_enabled() and not _is_traced():
+            self.__dict__.pop("_pack", None)  # it may be trained now: fused optimizers write past the version counter
+            return super().forward(input)
         if (
-            torch.compiler.is_compiling()
+            _is_traced()
             or type(weight) is not nn.Parameter
             or type(input) is not Tensor
             or input.dtype is not weight.dtype
             or input.numel() == 0
             or not input.is_cpu
             or torch.is_autocast_enabled("cpu")
-            or (torch.is_grad_enabled() and (weight.requires_grad or input.requires_grad or _trains(bias)))
+            or forward_ad.unpack_dual(input).tangent is not None
+            or (torch.is_grad_enabled() and (input.requires_grad or _trains(bias)))
         ):
             return super().forward(input)
         pack = self._pack
@@ -82,12 +87,14 @@ class _Packed(nn.Module):
 
     def is_packed(self) -> bool:
         """Pack the weights unless that was done since they last changed; tell whether the packed ones serve."""
+        if type(self._parameters.get("weight")) is not nn.Parameter:  # pruned or parametrized: made anew in every call
+            return False
         self.forget_if_changed()
         return (self._pack or self.pack()).weight is not None
 
     def forget_if_changed(self) -> None:
         """Drop the pack when the weights are no longer those it was made from, however they were written."""
-        weight = self._parameters["weight"]
+        weight = self._parameters.get("weight")
         if self._pack is not None and weight is not None and weight.is_cpu:
             if _checksum(weight.detach()) != self._pack.checksum:
                 self._pack = None
@@ -104,8 +111,8 @@ class _Packed(nn.Module):
         width = weight.shape[0] if isinstance(self, Conv1D) else weight.shape[1]
         rows = torch.arange(5 * width, dtype=torch.float32, device="cpu").cos().view(5, width).to(weight.dtype)
         for count in (1, 5):
-            expected = super().forward(rows[:count]).float()
             try:
+                expected = super().forward(rows[:count]).float()
                 found = torch.ops.mkldnn._linear_pointwise(rows[:count], packed, bias, "none", [], "").float()
             except RuntimeError:
                 return False
@@ -113,6 +120,11 @@ class _Packed(nn.Module):
             if found.shape != expected.shape or not bool(((found - expected).abs() <= limit).all()):
                 return False
         return True
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Drop the pack where the weights are moved or cast: else it would hold the old ones in memory."""
+        self.__dict__.pop("_pack", None)
+        return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the pack out of copies and pickles: they make their own at first use."""
@@ -134,23 +146,20 @@ def prepack(model: Model) -> Model:
     embedding). Parameters, state dict, hooks and saved files stay as they are, and so do the texts in float32; in
     bfloat16 a near-tie may fall the other way. Weights that are written later are packed anew at the next pass;
     writes past torch's version counter (``weight.data += x``, as adapters are merged) when the next text begins: all
-    weights are read once then. With gradients, autocast or ``torch.compile`` the plain layers run. Copies and pickles
-    are prepacked too and pack at first use; to load such a pickle hf_specgen must be installed. Twice is once;
-    ``unpack`` undoes it.
+    weights are read once then. With derivatives, autocast or tracing (``torch.compile``) the plain layers run, and
+    weights that may be trained are packed anew afterwards. Copies and pickles are prepacked too and pack at first use;
+    to load such a pickle hf_specgen must be installed. Twice is once; ``unpack`` undoes it.
 
     Raises: ``SpecGenError`` on GPUs, for quantised, sharded or offloaded weights, and where oneDNN does not serve.
     """
     _check(model)
-    for module in model.modules():
-        if type(module) in _PACKED and "forward" not in vars(module):
-            module.__class__ = _PACKED[type(module)]
-    for root in _roots(model):
-        if not is_prepacked(root):
-            root.register_forward_pre_hook(_look_for_silent_writes, with_kwargs=True)
-    layers = list(packed_layers(model))
-    failed = [layer for layer in layers if not layer.is_packed()]
-    for layer in failed:
-        _restore(layer)
+    known = is_prepacked(model)
+    try:
+        layers, failed = _pack_layers(model)
+    except BaseException:  # memory ran out, or the user lost patience
+        if not known:
+            unpack(model)
+        raise
     if len(failed) == len(layers):
         unpack(model)
         kinds = ", ".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()}))
@@ -197,16 +206,37 @@ def _roots(model: nn.Module) -> list[nn.Module]:
     return inner or [model]
 
 
+def _pack_layers(model: nn.Module) -> tuple[list[_Packed], list[_Packed]]:
+    """Pack what can be packed; return all layers that were tried, and those among them that are plain again."""
+    for module in model.modules():
+        if type(module) in _PACKED and "forward" not in vars(module):
+            module.__class__ = _PACKED[type(module)]
+    for root in _roots(model):
+        if not is_prepacked(root):
+            root.register_forward_pre_hook(_look_for_silent_writes, with_kwargs=True)
+    layers = list(packed_layers(model))
+    failed = [layer for layer in layers if not layer.is_packed()]
+    for layer in failed:
+        _restore(layer)
+    return layers, failed
+
+
 def _restore(layer: _Packed) -> None:
     layer.__dict__.pop("_pack", None)
-    layer.__class__ = next(plain for plain, packed in _PACKED.items() if type(layer) is packed)  # type: ignore[assignment]
+    for plain, packed in _PACKED.items():
+        if type(layer) is packed:  # parametrized later: a class of its own, which computes plainly
+            layer.__class__ = plain  # type: ignore[assignment]
 
 
 def _look_for_silent_writes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Compare all weights with their checksums when a text begins: writes through ``.data`` leave no other trace."""
-    if not torch.compiler.is_compiling() and _begins_text(args, kwargs):
+    if not _is_traced() and _begins_text(args, kwargs):
         for layer in packed_layers(model):
             layer.forget_if_changed()
+
+
+def _is_traced() -> bool:
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def _begins_text(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -260,7 +290,15 @@ def _trains(bias: Tensor | None) -> bool:
 
 
 def _checksum(weight: Tensor) -> int:
-    """Add up the bits, as whole integers: exact in any order, at the speed of reading."""
+    """Mix the bits, read as whole integers: exact in any order of adding, and nearly at the speed of reading.
+
+    61 words at a time are added up, and each sum is weighted by its place; the number is prime, so that rows or columns
+    that trade places hardly ever stay within their sums. Words that trade places within one are not noticed.
+    """
     flat = weight.contiguous().view(-1)
     size = flat.element_size()
-    return int(flat.view(_INTEGERS[math.gcd(flat.numel() * size, flat.storage_offset() * size, 8)]).sum())
+    words = flat.view(_INTEGERS[math.gcd(flat.numel() * size, flat.storage_offset() * size, 8)])
+    whole = len(words) // _CHUNK * _CHUNK
+    sums = torch.cat((words[:whole].view(-1, _CHUNK).sum(1), words[whole:].sum(0, keepdim=True)))
+    places = torch.arange(1, 2 * len(sums), 2, device="cpu")
+    return int(((sums ^ (sums >> 32)) * places * _ODD).sum())

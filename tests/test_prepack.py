@@ -15,6 +15,7 @@ import torch
 from support_prepack import IDS, MASK, packed_calls, text, traces
 from tiny import FAMILIES, Watch, assert_ran, build, disturbed, drafter_of, ours, plain, prompts, texts_of, tiny
 from torch import nn
+from torch.autograd import forward_ad
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -182,11 +183,41 @@ def test_gradients_are_those_of_the_plain_model() -> None:
     assert torch.equal(found, text(model)) and calls > 0, "the step's weights, packed"
 
 
+def test_fused_optimizers_leave_no_stale_weights() -> None:
+    """They do not raise torch's version counter, and one token without positions does not begin a text."""
+    model, token = prepack(tiny()), torch.tensor([[5]])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    model(IDS, labels=IDS).loss.backward()
+    optimizer.step()
+    with torch.no_grad():
+        found, calls = packed_calls(lambda: model(token).logits)
+        assert torch.allclose(found, unpack(model)(token).logits, atol=1e-4) and calls > 0
+
+
 def test_a_frozen_layer_passes_gradients_on() -> None:
     layer = nn.Sequential(nn.Linear(8, 8)).requires_grad_(False)
     given = torch.randn(2, 8, requires_grad=True)
     prepack(layer)(given).sum().backward()
     assert torch.allclose(given.grad, layer[0].weight.sum(0).expand(2, 8))
+
+
+def test_forward_derivatives_are_those_of_the_plain_layer() -> None:
+    layer = nn.Sequential(nn.Linear(8, 8)).requires_grad_(False)
+    given, direction = torch.randn(2, 8), torch.randn(2, 8)
+    right = torch.func.jvp(layer, (given,), (direction,))[1]
+    prepack(layer)
+    assert torch.equal(torch.func.jvp(layer, (given,), (direction,))[1], right)
+    with torch.no_grad(), forward_ad.dual_level():
+        out, calls = packed_calls(lambda: layer(forward_ad.make_dual(given, direction)))
+        assert calls == 0 and torch.equal(forward_ad.unpack_dual(out).tangent, right)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_traces_hold_the_plain_layer() -> None:
+    layer, given = prepack(nn.Sequential(nn.Linear(8, 8))), torch.randn(2, 8)
+    with torch.no_grad():
+        traced, calls = packed_calls(lambda: torch.jit.trace(layer, given, check_trace=False))
+    assert calls == 0 and torch.equal(traced(given), unpack(layer)(given))
 
 
 def test_autocast_and_compile_get_the_plain_layer() -> None:

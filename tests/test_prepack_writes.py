@@ -11,6 +11,7 @@ import torch
 from support_prepack import IDS, MASK, packed_calls, text, traces
 from tiny import ours, plain, tiny
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 from transformers import PreTrainedModel
 
 from hf_specgen import PromptLookup, SpecGenError, packing, prepack, unpack
@@ -42,6 +43,11 @@ def merge_past_the_counter(model: PreTrainedModel) -> None:
     assert (model.lm_head.weight._version, model.lm_head.weight.data_ptr()) == before, "nothing tells but the bits"
 
 
+@torch.no_grad()
+def swap_past_the_counter(model: PreTrainedModel) -> None:
+    model.lm_head.weight.data.copy_(model.lm_head.weight.flip(0))  # a plain sum stays
+
+
 def replace_data(model: PreTrainedModel) -> None:
     model.lm_head.weight.data = model.lm_head.weight.data.neg()
 
@@ -55,7 +61,8 @@ def change_type(model: PreTrainedModel) -> None:
     model.double().float()
 
 
-WRITES = [load, load_by_assignment, merge, merge_past_the_counter, replace_data, replace_parameter, change_type]
+WRITES = [load, load_by_assignment, merge, merge_past_the_counter, swap_past_the_counter, replace_data]
+WRITES += [replace_parameter, change_type]
 
 
 @pytest.mark.parametrize("write", WRITES)
@@ -109,6 +116,25 @@ def test_the_checksum_sees_every_element(dtype: torch.dtype, shape: tuple[int, i
         changed = weight.clone()
         changed.view(-1)[place] *= 1.5
         assert packing._checksum(changed) != before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [48, 64, 250])
+def test_the_checksum_sees_moves_and_signs(dtype: torch.dtype, width: int) -> None:
+    """A plain sum of words sees neither: it has no places, and the highest bit of two words cancels."""
+    weight = torch.randn(70, width).to(dtype)
+    rows, columns, signs = weight.clone(), weight.clone(), weight.clone()
+    rows[[3, 44]] = weight[[44, 3]]
+    columns[:, [0, 8]] = weight[:, [8, 0]]
+    signs[20:60:20, 3] *= -1
+    assert len({packing._checksum(one) for one in (weight, rows, columns, signs)}) == 4
+
+
+def test_moved_or_cast_weights_free_the_packs() -> None:
+    model = prepack(tiny())
+    for change in (lambda: model.double(), lambda: model.to("meta")):
+        change()
+        assert all(layer._pack is None for layer in packed_layers(model))
 
 
 def test_weights_made_in_inference_mode_are_packed() -> None:
@@ -225,6 +251,57 @@ def test_a_layer_that_others_patched_is_left_to_them() -> None:
     right = text(model)
     assert torch.equal(text(prepack(model)), right)
     assert type(model.lm_head) is nn.Linear
+
+
+def pruned(layer: nn.Module) -> None:
+    prune.l1_unstructured(layer, "weight", 0.3)
+
+
+@pytest.mark.parametrize("change", [pruned, parametrizations.weight_norm])
+@pytest.mark.parametrize("before", [True, False])
+def test_weights_that_are_made_in_every_call_run_plain(change: Callable[[nn.Module], None], before: bool) -> None:
+    model = tiny()
+    change(model.lm_head)
+    right = text(model)
+    if before:
+        prepack(model)
+    else:
+        model = prepack(tiny())
+        change(model.lm_head)
+    found, calls = packed_calls(lambda: text(model))
+    assert torch.equal(found, right) and calls > 0
+    assert torch.equal(text(unpack(model)), right)
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_an_interruption_leaves_the_model_as_it_was(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny()
+    before, real, packed = traces(model), packing._checksum, []
+
+    def stops(weight: torch.Tensor) -> int:
+        packed.append(weight)
+        if len(packed) == 3:
+            raise error
+        return real(weight)
+
+    monkeypatch.setattr(packing, "_checksum", stops)
+    with pytest.raises(error):
+        prepack(model)
+    assert len(packed) == 3 and traces(model) == before
+    prepack(model)
+    del packed[:]
+    with pytest.raises(error):
+        prepack(model)
+    assert is_prepacked(model), "as it was before that call"
+
+
+def test_a_layer_that_fails_by_itself_is_left_plain() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].bias = nn.Parameter(model[1].bias.detach().double())
+    prepack(model)
+    assert [type(layer) for layer in model] == [PackedLinear, nn.Linear]
 
 
 # --- models inside other modules
