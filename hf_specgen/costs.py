@@ -73,7 +73,7 @@ class Costs:
         that is ahead only leaves the pass earlier, which saves its share of it.
         """
         rows, longest = sum(left > 0 for left in remaining), max(remaining, default=0)
-        share = self.row / (1.0 + self.row * (rows - 1)) if rows else 0.0
+        share = min(self.row / (1.0 + self.row * (rows - 1)), 1.0 / rows) if rows else 0.0
         behind = [exp((left - longest) / _AHEAD) if left > 0 else 0.0 for left in remaining]
         total = sum(behind)
         return [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -23,7 +24,8 @@ class Scores:
     """Hold one pass's logits ``(R, S, V)`` and warp a row of them only when it is read.
 
     ``draft`` is the part of the round's draft that was scored. ``live (R)`` names the rows of the batch that the pass
-    held; None: all of them. Everywhere else in this class a row is a row of the pass.
+    held; None: all of them. Everywhere else in this class a row is a row of the pass. ``keys`` are the pass's coins
+    where they were made before it.
     """
 
     logits: Tensor
@@ -31,6 +33,7 @@ class Scores:
     sequences: Sequences
     hidden: tuple[Tensor, ...] = field(default=())
     live: Tensor | None = None
+    keys: Coins | None = None
 
     @property
     def greedy(self) -> bool:
@@ -49,8 +52,11 @@ class Scores:
 
     def at(self, rows: Tensor, nodes: Tensor) -> Tensor:
         """Return processed float32 logits ``(R, V)`` at scored coordinates ``nodes`` (0 is the root) of ``rows``."""
-        owners = rows if self.live is None else self.live[rows]
-        return self.sequences.warp(self.raw(rows, nodes), owners, lambda place: self._prefix(rows, nodes, place))
+        owners, warp = rows if self.live is None else self.live[rows], self.sequences.warp
+        places: list[list[int]] = []
+        if warp.needs_prefix:  # one wait for all
+            places = torch.stack((owners, rows, nodes, self._ended[rows, nodes]), 1).tolist()
+        return warp(self.raw(rows, nodes), owners, lambda i: None if places[i][3] else self._prefix(*places[i][:3]))
 
     def raw(self, rows: Tensor, nodes: Tensor) -> Tensor:
         """Return the model's own logits ``(R, V)`` at those places."""
@@ -58,10 +64,16 @@ class Scores:
             return self.logits[int(rows), int(nodes)].unsqueeze(0)
         return self.logits[rows, nodes]
 
-    def dense(self, folds: bool) -> Dense:
-        """Return all logits and what is left to do to them; processors that no kernel knows are applied here."""
+    def dense(self, folds: bool) -> Dense | None:
+        """Return all logits and what is left to do to them; processors that no kernel knows are applied here.
+
+        None where a processor may be asked only about texts that the target would write.
+        """
+        if not self.sequences.warp.takes_any_text:
+            return None
         rows, scored, vocab = self.logits.shape
         logits, truncation = self.logits, self.sequences.warp.truncation
+        folds = folds and not self.greedy  # of equal best tokens a warper may leave another than the first
         if truncation is None or not (folds or truncation == Truncation()):
             place = torch.arange(rows * scored, device=self.device)
             logits, truncation = self.at(place // scored, place % scored).view(rows, scored, vocab), Truncation()
@@ -71,6 +83,8 @@ class Scores:
 
     def coins(self) -> Coins:
         """Return the coins of the rows that were scored."""
+        if self.keys is not None:
+            return self.keys
         coins = self.sequences.coins()
         return coins if self.live is None else coins.take(self.live)
 
@@ -78,14 +92,25 @@ class Scores:
         """Return where a row of the batch stands in the pass."""
         return row if self.live is None else self.live.tolist().index(row)
 
-    def _prefix(self, rows: Tensor, nodes: Tensor, place: int) -> Tensor:
-        row, node = int(rows[place]), int(nodes[place])
-        prefix = self.sequences.prefix(row if self.live is None else int(self.live[row]))
+    @cached_property
+    def _ended(self) -> Tensor:
+        """``(R, S)`` bool: whether a drafted end of text stands at or above a place."""
+        tokens = self.draft.tokens
+        ends = torch.zeros_like(tokens, dtype=torch.bool)
+        for token in self.sequences.stops.eos:
+            ends |= tokens == token
+        return (self.draft.tree.ancestors[:, :, 1:] & ends[:, None]).any(-1)
+
+    def _prefix(self, owner: int, row: int, node: int) -> Tensor:
+        prefix, drafted, tree = self.sequences.prefix(owner), self.draft.tokens[row], self.draft.tree
         if node == 0:
             return prefix
-        ancestors = self.draft.tree.ancestors
-        on_path = ancestors[row if len(ancestors) > 1 else 0, node, 1:]
-        return torch.cat([prefix, self.draft.tokens[row, on_path].unsqueeze(0)], 1)
+        if tree.is_chain:
+            above = drafted[:node]
+        else:
+            above = drafted[tree.ancestors[row if len(tree.ancestors) > 1 else 0, node, 1:]]
+        # behind ids that do not exist nothing is ever read, but the fused path warps it with the rest
+        return torch.cat([prefix, above.clamp(0, self.vocab_size - 1).unsqueeze(0)], 1)
 
 
 class Target:
@@ -119,15 +144,15 @@ class Target:
     def score(self, draft: Draft) -> Scores:
         """Run one forward over the root and draft nodes of every unfinished row; finished rows leave the cache."""
         self.live = self.cached.keep(self.live, self.sequences.finished)
-        live = None
+        live, coins = None, self.sequences.coins()  # what is copied to the device now does not wait for the pass
         if len(self.live) < len(self.sequences):
             live = torch.tensor(self.live, device=self.cached.device)
-            draft = draft.take(live)
+            draft, coins = draft.take(live), coins.take(live)
         # ids that do not exist cannot be accepted (``verify`` sees to it), but they must not crash the embedding
         drafted = draft.tokens.clamp(0, self.sequences.vocab_size - 1)
         tokens = torch.cat([self.sequences.roots(self.live), drafted], 1)
         output = self.cached.extend(tokens, draft.tree, draft.n_valid, self.wants_hidden)
-        return Scores(output.logits, draft, self.sequences, output.hidden, live)
+        return Scores(output.logits, draft, self.sequences, output.hidden, live, coins)
 
     def commit(self, draft: Draft, scores: Scores, verdict: Verdict) -> Round:
         """Keep the accepted path of every scored row in the cache; the newest token stays uncached.
@@ -143,7 +168,8 @@ class Target:
         round = Round(draft, verdict, hidden)
         paths = [round.paths[row] for row in self.live]
         straight = all(path == list(range(len(path))) for path in paths)
-        self.cached.cache.commit([len(path) + 1 for path in paths], None if straight else judged.path)
+        longest = max(map(len, paths))
+        self.cached.cache.commit([len(path) + 1 for path in paths], None if straight else judged.path[:, :longest])
         return round
 
     def _on_path(self, hidden: tuple[Tensor, ...], verdict: Verdict) -> tuple[Tensor, ...]:

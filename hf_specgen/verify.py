@@ -228,8 +228,9 @@ def _table(coins: CoinSource, draft: Draft, use: int, depths: int | None = None,
     """Toss the coins of every row, depth and sibling at once: ``(B, levels + 1, K)``."""
     batch, depths = len(draft.tokens), depths or draft.tree.max_depth + 1
     place = torch.arange(batch * depths * siblings, device=draft.tokens.device)
-    sibling: Tensor | int = place % siblings if siblings > 1 else 0
-    place = place // siblings
+    sibling: Tensor | int = 0
+    if siblings > 1:
+        place, sibling = place // siblings, place % siblings
     return coins.uniform(place // depths, place % depths, use, sibling).view(batch, depths, siblings)
 
 

@@ -64,8 +64,11 @@ _BATCH_AWARE = frozenset(
 )
 _REPLAYABLE = _SCORES_ONLY | _PREFIX_ONLY | _BATCH_AWARE
 
-Prefix = Callable[[int], Tensor]
-"""Give the padded token ids ``(1, L)`` that the i-th requested row of logits is conditioned on."""
+Prefix = Callable[[int], Tensor | None]
+"""Give the padded token ids ``(1, L)`` that the i-th requested row of logits is conditioned on.
+
+None behind a drafted end of text: the row is never written, and a processor may know nothing of such a text.
+"""
 
 
 class Truncation(NamedTuple):
@@ -98,6 +101,14 @@ class Warp:
         only = self.steps[0]
         return only if len(self.steps) == 1 and isinstance(only, Truncation) else None
 
+    @property
+    def takes_any_text(self) -> bool:
+        """Tell whether no processor calls the user's code, which may refuse texts that the target would not write."""
+        return all(
+            _name(processor) in _REPLAYABLE and type(processor) is not PrefixConstrainedLogitsProcessor
+            for processor in self.processors
+        )
+
     def check(self, ids: Tensor, vocab_size: int) -> None:
         """Refuse processors that keep state, by trying copies of unknown ones on the prompt ``ids (B, L)``."""
         for processor in self.processors:
@@ -121,11 +132,13 @@ class Warp:
             elif _name(processor) in _SCORES_ONLY:
                 scores = processor(batch_rows[:, None], scores)
             else:
-                parts = [self._one(processor, ids[i], scores[i : i + 1], row) for i, row in enumerate(owners)]
-                scores = torch.cat(parts)
+                parts = zip(owners, ids, scores.split(1), strict=True)
+                scores = torch.cat([self._one(processor, text, part, row) for row, text, part in parts])
         return scores
 
-    def _one(self, processor: LogitsProcessor, ids: Tensor, scores: Tensor, row: int) -> Tensor:
+    def _one(self, processor: LogitsProcessor, ids: Tensor | None, scores: Tensor, row: int) -> Tensor:
+        if ids is None:
+            return scores
         name = _name(processor)
         if self.rows == 1 or name in _PREFIX_ONLY:
             return processor(ids, scores)

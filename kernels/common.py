@@ -37,14 +37,16 @@ def words(seed: Tensor, row: Tensor, position: Tensor, stream: int | Tensor, blo
     if seed.device.type != "cpu":
         return list(_encrypt(*(place & _WORD for place in places)))
     # a hundred small operations: on arrays they cost half of what they cost on tensors
-    arrays = [place & _WORD if isinstance(place, int) else place.numpy().view("uint64") & _WORD for place in places]
+    arrays: list[Any] = [
+        place & _WORD if isinstance(place, int) else place.numpy().view("uint64") & _WORD for place in places
+    ]
     if (seed == seed[0]).all():  # the usual case
         arrays[4:] = int(arrays[4][0]), int(arrays[5][0])
     return [torch.from_numpy(lane.view("int64")) for lane in _encrypt(*arrays, word=None)]
 
 
 def _encrypt(
-    x0: Any, x1: Any, x2: Any, x3: Any, k0: Any, k1: Any, word: int | None = _WORD
+    x0: Any, x1: Any, x2: Any, x3: Any, k0: Any, k1: Any, *, word: int | None = _WORD
 ) -> tuple[Any, Any, Any, Any]:
     """Run the rounds on ints, arrays or tensors.
 

@@ -182,7 +182,7 @@ def _compile(job: Job, source: Any, options: dict[str, Any]) -> Compiled:
         binary = triton.compile(source, target=target, options=options)
     except Exception as error:  # a compiler's own failure is a result, too: the other kernels are still to come
         return replace(empty, error=f"does not compile: {' '.join(str(error).split())[-500:]}")
-    found = _read_cubin(binary.asm["cubin"]) if nvidia else _read_assembly(binary.asm["amdgcn"])
+    found: dict[str, Any] = _read_cubin(binary.asm["cubin"]) if nvidia else _read_assembly(binary.asm["amdgcn"])
     seconds = round(time.perf_counter() - begin, 2)
     return replace(empty, shared=int(binary.metadata.shared), seconds=seconds, **found)
 
@@ -242,9 +242,9 @@ def _table(compiled: list[Compiled], brief: bool) -> tuple[list[str], list[list[
 
 
 def _group(name: str) -> str:
-    """Name the group of a kernel: its name without dtype, sizes and kind of head."""
-    words = [word for word in re.split(r"[ ,]+", name) if not re.fullmatch(r"b?fp?\d+|b?float\d+|\d+(?:/\d+)?", word)]
-    return words[0] + " combine" * (words[-1] == "combine") if words[0] == "tree_attention" else " ".join(words)
+    """Name the group of a kernel: its name without the dtype, of attention also without sizes and kind of head."""
+    name = re.sub(r",? (?:bf16|bfloat16|fp16|float16|fp32|float32)\b", "", name)
+    return re.sub(r"^(tree_attention)(?! combine).*", r"\1", name)
 
 
 def _cell(found: list[Compiled]) -> str:

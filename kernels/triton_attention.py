@@ -280,11 +280,16 @@ def tree_attention(
 
 def variants() -> list[Variant]:
     """List what the kernels of this module are compiled to, for the heads and drafts that models have."""
-    small = [(torch.float16, 128, 128, ("split",)), (torch.float32, 128, 128, ("split",))]
-    heads = [(torch.bfloat16, dim, dim, ("split",)) for dim in (80, 96, 128)]
-    heads += [(torch.bfloat16, 192, 128, ("split",)), (torch.bfloat16, 256, 256, ("split", "capped"))]
+    kinds_of: list[tuple[torch.dtype, int, int, tuple[str, ...]]] = [
+        *((torch.bfloat16, dim, dim, ("split",)) for dim in (80, 96, 128)),
+        (torch.bfloat16, 64, 64, ("split", "sinks")),
+        (torch.bfloat16, 192, 128, ("split",)),
+        (torch.bfloat16, 256, 256, ("split", "capped")),
+        (torch.float16, 128, 128, ("split",)),
+        (torch.float32, 128, 128, ("split",)),
+    ]
     found: list[Variant] = []
-    for dtype, dim, value_dim, kinds in (*heads, (torch.bfloat16, 64, 64, ("split", "sinks")), *small):
+    for dtype, dim, value_dim, kinds in kinds_of:
         wide, pointer = dtype == torch.float32, POINTER[dtype]
         dtype_name = str(dtype).removeprefix("torch.")
         for queries in (16, 32, 64):

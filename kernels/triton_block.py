@@ -78,7 +78,8 @@ def _reach(  # noqa: PLR0913 - a kernel
             p_token = h * (kept_weights(row, token, token < vocab, p_law).to(tl.float64) / total)
             q_token = chance(view, token, LIST)
             # The comparison decides, not the division; a token that q could not draw ends the block.
-            after = tl.where(p_token < q_token, p_token / q_token, tl.where(q_token > 0.0, 1.0, 0.0).to(tl.float64))
+            possible = q_token > 0.0
+            after = tl.where(p_token < q_token, p_token / tl.where(possible, q_token, 1.0), possible.to(tl.float64))
             if LIST > 0:
                 _, q_of, p_of, outside = view
                 left = h * outside + tl.sum(tl.maximum(h * p_of - q_of, 0.0), 0)
@@ -185,38 +186,22 @@ def block_chain(  # noqa: PLR0913 - one operation decides everything
     if not tokens.numel():
         return match_tree(drawn, invalid, tokens, tokens, n_valid)
     walks, (batch, nodes) = empty_walks(tokens), tokens.shape
-    n_valid, sample, accept = n_valid.contiguous(), sample.contiguous(), accept.contiguous()
-    drawn, flags, tokens = drawn.contiguous(), bits(invalid), tokens.contiguous()
+    n_valid, sample, tokens, flags = n_valid.contiguous(), sample.contiguous(), tokens.contiguous(), bits(invalid)
     given = read_rows(logits, temperature, law, None, n_valid, q_ids, q)
     reach, surplus = sample.new_empty(batch, nodes + 1), sample.new_empty(batch, nodes)
     rows = tokens.new_empty(batch * nodes, 2, dtype=torch.int32)
     counts, shares = rows.new_empty(batch, 2), sample.new_empty(batch * nodes, 2)
+    chains, found = (flags, tokens, n_valid), (reach, surplus, rows, shares, counts)
     with on_device(tokens):
-        _reach[(batch,)](
-            *given,
-            flags,
-            tokens,
-            n_valid,
-            reach,
-            surplus,
-            rows,
-            shares,
-            counts,
-            *given.sizes,
-            *given.strides,
-            given.places,
-            num_warps=4,
-        )
+        _reach[(batch,)](*given, *chains, *found, *given.sizes, *given.strides, given.places, num_warps=4)
         # a dense q leaves sums that judge the blocks; a listed one is summed at the place that is redrawn alone
         masses = sum_left(given, rows, shares) if q_ids is None else None
         _keep[(batch,)](
             given.temperature,
             given.law,
-            drawn,
-            flags,
-            tokens,
-            n_valid,
-            accept,
+            drawn.contiguous(),
+            *chains,
+            accept.contiguous(),
             reach,
             surplus,
             rows,

@@ -79,7 +79,8 @@ def draft_list(q_ids, q, row, listed, LIST: tl.constexpr):
     slot = tl.arange(0, LIST)
     chance = tl.load(q + row * listed + slot, mask=slot < listed, other=0.0).to(tl.float64)
     ids = tl.load(q_ids + row * listed + slot, mask=slot < listed, other=-1).to(tl.int32)
-    return tl.where(chance > 0.0, ids, -1), chance * (1.0 / tl.sum(chance, 0))
+    total = tl.sum(chance, 0)  # a NaN in the list makes all of it NaN: such a q offers nothing
+    return tl.where(chance > 0.0, ids, -1), chance * (1.0 / tl.where(total == 0.0, 1.0, total))
 
 
 @triton.jit
@@ -135,11 +136,10 @@ def _draft_of(q_ids, q, maxima, sums, b, node, nodes, listed, q_vocab, strides, 
     place = b * nodes + node
     if LIST == 0:
         top, total = draft_total(maxima, sums, place, q_vocab)
-        draft = (q + b * strides[0] + node * strides[1], q_vocab, top, (take / total).to(tl.float32))
+        return q + b * strides[0] + node * strides[1], q_vocab, top, (take / total).to(tl.float32)
     else:
         ids, chance = draft_list(q_ids, q, place, listed, LIST)
-        draft = (ids, (take * chance).to(tl.float32))
-    return draft
+        return ids, (take * chance).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -273,7 +273,7 @@ class Rows(NamedTuple):
     @property
     def strides(self) -> tuple[int, int, int, int]:
         """Return the steps between rows of the batch and between places, of logits and of q."""
-        return (*self.logits.stride()[:2], *self.q.stride()[:2])
+        return self.logits.stride(0), self.logits.stride(1), self.q.stride(0), self.q.stride(1)
 
     @property
     def places(self) -> int:

@@ -37,7 +37,8 @@ def node_lanes(tokens, parents, n_valid, b, nodes, parents_stride, NODES: tl.con
     counted = lane < tl.minimum(tl.load(n_valid + b), nodes)
     token = tl.load(tokens + b * nodes + lane, mask=counted, other=-1)
     parent = tl.load(parents + b * parents_stride + lane, mask=lane < nodes, other=-2)
-    return lane, token, parent.to(tl.int32)
+    # parents come before children: a node that says otherwise hangs nowhere, and every walk ends
+    return lane, token, tl.where(parent < lane, parent, -2).to(tl.int32)
 
 
 @triton.jit

@@ -1,17 +1,23 @@
 """Temperature, top-k, top-p and min-p of logits rows, without sorting a vocabulary.
 
-The work is done in numpy, row by row: its compares and gathers on one row are several times faster than torch's, and
-a row stays in cache. Whatever a few candidates cannot decide is left to the plain formula.
+The work is done row by row on numpy's views of the tensors: there, compares and gathers are several times faster, and a
+row stays in cache. Whatever a few candidates cannot decide is left to the plain formula.
 """
 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Row = NDArray[np.float32]
+    Ids = NDArray[np.int64]
 
 __all__ = ["truncate"]
 
@@ -19,9 +25,6 @@ _STRIP = 128
 _BINS = 256
 # How far float32 sums over V logits stray from exact ones, and float32 exponentials, as a difference of logits.
 _SUMS, _SUMS_PER_LOGIT, _EXPONENT = 5e-7, 2e-11, 4e-6
-
-Row = NDArray[np.float32]
-Ids = NDArray[np.int64]
 
 
 def truncate(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
@@ -92,14 +95,15 @@ def _cut_list(row: Row, strips: Row, bound: float, top_k: int, top_p: float) -> 
     """
     ids = _at_least(row, strips, bound)
     values = row[ids]
-    kth = np.partition(values, len(values) - top_k)[len(values) - top_k]
+    values.partition(len(values) - top_k)
+    kth = values[len(values) - top_k]
     if kth == -math.inf:
         return top_p >= 1  # fewer than k logits are possible: nothing is cut
-    ids = ids[values >= kth]
+    ids = ids[row[ids] >= kth]
     if top_p < 1:
         values = row[ids]
         order = values.argsort(kind="stable")
-        weights = np.exp(values[order].astype(np.float64) - float(values.max()))
+        weights = torch.from_numpy(values[order]).double().sub_(float(values.max())).exp_().numpy()
         removed = _count_removed(weights, 0.0, (1 - top_p) * float(weights.sum()), len(row))
         if removed is None:
             return False
@@ -113,13 +117,15 @@ def _cut_list(row: Row, strips: Row, bound: float, top_k: int, top_p: float) -> 
 def _at_least(row: Row, strips: Row, bound: float) -> Ids:
     """List the ids of logits at or above ``bound``, in order, reading only the strips that hold one."""
     if bound == -math.inf:
-        return np.arange(len(row))
+        return torch.arange(len(row)).numpy()
     full = len(row) // _STRIP
     (chosen,) = (strips[:full] >= bound).nonzero()
     (found,) = (row[: full * _STRIP].reshape(full, _STRIP)[chosen] >= bound).ravel().nonzero()
     ids = chosen[found // _STRIP] * _STRIP + found % _STRIP
     (tail,) = (row[full * _STRIP :] >= bound).nonzero()
-    return np.concatenate((ids, full * _STRIP + tail)) if len(tail) else ids
+    if not len(tail):
+        return ids
+    return torch.cat((torch.from_numpy(ids), torch.from_numpy(tail) + full * _STRIP)).numpy()
 
 
 def _cut_mass(row: Row, law: Row, top_p: float) -> bool:
@@ -128,17 +134,17 @@ def _cut_mass(row: Row, law: Row, top_p: float) -> bool:
     Tokens below (1 - p) / V are out: all of them together do not reach 1 - p. The others are counted into bins by
     their logits until the bin that holds the edge is small enough to sort.
     """
-    total = float(law.sum(dtype=np.float64))
+    total = float(law.sum(dtype="float64"))
     edge = (1 - top_p) * total
     (ids,) = (law > 0.999 * edge / len(law)).nonzero()
-    values, weights = row[ids], law[ids]
-    below = total - float(weights.sum(dtype=np.float64))
+    values, weights = row[ids], law[ids].astype("float64")
+    below = total - float(weights.sum())
     while len(values) > _BINS:
         low, high = float(values.min()), float(values.max())
         if low == high:
             break
-        bins = ((values - low) * ((_BINS - 0.5) / (high - low))).astype(np.int64)
-        reached = below + np.bincount(bins, weights).cumsum()
+        bins = ((values - low) * ((_BINS - 0.5) / (high - low))).astype("int64")
+        reached = below + torch.bincount(torch.from_numpy(bins), torch.from_numpy(weights)).numpy().cumsum()
         chosen = int(reached.searchsorted(edge, "right"))
         if chosen == len(reached):
             return False
@@ -148,26 +154,27 @@ def _cut_mass(row: Row, law: Row, top_p: float) -> bool:
     removed = _count_removed(weights[order], below, edge, len(row))
     if removed is None:
         return False
-    last = values[order[removed]]
-    torch.threshold_(torch.from_numpy(row), float(np.nextafter(last, np.float32(-math.inf))), -math.inf)
-    row[ids[order[:removed]]] = -math.inf
+    kept = order[removed:]
+    edge_ids = ids[kept[values[kept] == values[kept[0]]]]  # of ties at the edge, those that stay
+    torch.threshold_(torch.from_numpy(row), float(values[kept[0]]), -math.inf)
+    row[edge_ids] = values[kept[0]]
     return True
 
 
 def _count_removed(weights: NDArray[np.floating], below: float, edge: float, vocab: int) -> int | None:
     """Count the first ``weights`` that with all before them stay within ``edge``; None where rounding may decide."""
-    reached = np.concatenate(((below,), below + weights.cumsum(dtype=np.float64)))
-    removed = int(reached.searchsorted(edge, "right")) - 1
-    if removed < 0 or removed == len(weights):
+    reached = below + weights.cumsum(dtype="float64")
+    removed, near = int(reached.searchsorted(edge, "right")), edge * (_SUMS + _SUMS_PER_LOGIT * vocab)
+    if below > edge or removed == len(weights):
         return None
-    near = edge * (_SUMS + _SUMS_PER_LOGIT * vocab)
-    return None if edge - reached[removed] <= near or reached[removed + 1] - edge <= near else removed
+    last = float(reached[removed - 1]) if removed else below
+    return None if edge - last <= near or reached[removed] - edge <= near else removed
 
 
 def _cut_ratio(row: Row, best: float, min_p: float) -> bool:
     """Keep what is at least ``min_p`` times as likely as the best; tell whether that could be decided."""
     edge = best + math.log(min_p)
-    if np.abs(row - np.float32(edge)).min() <= _EXPONENT:
+    if abs(row - edge).min() <= _EXPONENT:
         return False
     torch.threshold_(torch.from_numpy(row), edge, -math.inf)
     return True

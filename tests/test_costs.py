@@ -100,6 +100,7 @@ def test_tokens_of_the_row_that_ends_last_are_worth_most() -> None:
     share = 0.08 / 1.08
     assert (first, last, gone) == pytest.approx((2 * share, 2 - 2 * share, 0.0), abs=1e-4)
     sure, never = (1.0, 1.0), (0.0, 0.0)
+    assert Costs(row=3.0).worth([10, 60]) == pytest.approx([1.0] * 2), "where a row costs a pass, each saves as much"
     steep = Costs(row=0.08, slope=0.1)
     assert steep.best_lengths([sure, never], [8, 8], [60, 10])[0] == 8, "the slow row drafts"
     assert steep.best_lengths([sure, never], [8, 8], [10, 60]) == [0, 0], "haste of the fast row would not pay"

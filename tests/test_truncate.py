@@ -115,15 +115,18 @@ def battery(truncate: Truncate) -> bool:
 
 
 MUTATIONS = {
-    "ties of the k-th are cut": ("ids[values >= kth]", "ids[values > kth]"),
-    "one token too many": ("order[removed:]", "order[max(0, removed - 1) :]"),
+    "ties of the k-th are cut": ("ids[row[ids] >= kth]", "ids[row[ids] > kth]"),
+    "one token too many": ("ids[order[removed:]]", "ids[order[max(0, removed - 1) :]]"),
     "the edge is a token off": ("<= near else removed", "<= near else max(0, removed - 1)"),
-    "ties at the edge of top-p stay": ("row[ids[order[:removed]]] = -math.inf", "pass"),
-    "the edge itself is cut": ("np.nextafter(last, np.float32(-math.inf))", "last"),
-    "the tail strip is forgotten": ("if len(tail) else ids", "if False else ids"),
-    "mass below the candidates is forgotten": ("below = total - float(weights.sum(dtype=np.float64))", "below = 0.0"),
+    "ties at the edge of top-p all stay": (
+        "edge_ids = ids[kept[values[kept] == values[kept[0]]]]",
+        "edge_ids = ids[values == values[kept[0]]]",
+    ),
+    "the edge itself is cut": ("row[edge_ids] = values[kept[0]]", "pass"),
+    "the tail strip is forgotten": ("if not len(tail)", "if True"),
+    "mass below the candidates is forgotten": ("below = total - float(weights.sum())", "below = 0.0"),
     "bins below the edge are forgotten": ("float(reached[chosen - 1]) if chosen else below", "below"),
-    "the unrounded sum decides": ("return None if edge - reached[removed] <= near or", "return None if False and"),
+    "the unrounded sum decides": ("return None if edge - last <= near or", "return None if False and"),
     "min-p of the wrong best": ("best + math.log(min_p)", "math.log(min_p)"),
 }
 

@@ -99,7 +99,7 @@ WALK_MUTATIONS = {
         "torch.ones_like(reach[:, 0])",
     ),
     "every depth tosses the first coin": (CHAIN, "table[rows, depth], draft.", "table[rows, 0], draft."),
-    "siblings share a coin": (SIBLINGS, "sibling: Tensor | int = place % siblings", "sibling: Tensor | int = place * 0"),
+    "siblings share a coin": (SIBLINGS, "place // siblings, place % siblings", "place // siblings, place * 0"),
     "padding nodes match": (replace(TREE, n_valid=1), "edges.masked_fill(~_real(scores, draft), -1)", "edges"),
     "a child of another parent matches": (
         TREE,

@@ -154,7 +154,7 @@ def test_every_node_gets_what_plain_generate_gives(name: str) -> None:
         assert not torch.equal(expected, untouched), "the processor did nothing: the test proves nothing"
     assert torch.equal(warped(scores), expected)
     if reads == "text":  # negative control: every node shown the root's text
-        scores.__dict__["_prefix"] = lambda rows, nodes, place: scores.sequences.prefix(int(rows[place]))
+        scores.__dict__["_prefix"] = lambda owner, row, node: scores.sequences.prefix(owner)
         assert not torch.equal(warped(scores), expected)
 
 

@@ -134,9 +134,9 @@ class Inputs:
         return law.view(*places, 4), token.view(places), invalid.view(places)
 
     @cached_property
-    def target(self) -> tuple[Tensor, ...]:
+    def target(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return what the walks read of the target."""
-        return (self.logits, self.temperature[: self.shape.batch], *self.drawn)
+        return self.logits, self.temperature[:: self.shape.gamma + 1], *self.drawn
 
     @cached_property
     def coins(self) -> Coins:
@@ -194,7 +194,7 @@ def _match_tree(given: Inputs) -> Work:
 
 def _reject(given: Inputs, dense: bool) -> Work:
     shape, p = given.shape, given.logits.softmax(-1, dtype=torch.float32)
-    law = (None, given.q) if dense else given.listed
+    law: tuple[Tensor | None, Tensor] = (None, given.q) if dense else given.listed
     drafted = (given.sampled, given.chain.parents, given.n_valid)
     coins = (given.uniform(shape.batch, shape.gamma + 1, 1), given.uniform(shape.batch, shape.gamma + 1))
     ours = partial(ops.reject_tree, *given.target, *drafted, *law, *coins, False)

@@ -137,7 +137,7 @@ def steps(plan: Plan) -> list[tuple[Case | verify_cpu.Case, Shape]]:
     cuda = plan.device.type == "cuda"
     cases: list[Case | verify_cpu.Case] = [case for case in kernel_cases.CASES if cuda or case.on_cpu]
     if not cuda:
-        cases = [replace(case, name=f"verify, {case.name}") for case in verify_cpu.CASES] + cases
+        cases = [*(replace(case, name=f"verify, {case.name}") for case in verify_cpu.CASES), *cases]
     found = [
         (case, shape)
         for shape in plan.shapes
@@ -211,7 +211,10 @@ def _choose_device(name: str | None) -> torch.device:
 
     Raises: SpecGenError where kernels would be interpreted, or for a device that is not there.
     """
-    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        device = torch.device("meta")
     if device.type not in COPIED:
         raise SpecGenError(f"--device {name}: the kernels are timed on cuda or cpu.")
     if device.type == "cuda" and not torch.cuda.is_available():

@@ -193,9 +193,14 @@ class _Chain:
         if width < size:  # ids the drafter lacks are impossible for it
             logits = torch.nn.functional.pad(logits, (0, size - width), value=float("-inf"))
         drafted = torch.stack(self._tokens, 1) if self._tokens else sequences.prompt[:, :0]
-        return sequences.warp(
-            logits, self._owners, lambda i: torch.cat([sequences.prefix(self._live[i]), drafted[i : i + 1]], 1)
-        )
+        texts = drafted.tolist() if sequences.warp.needs_prefix and sequences.stops.eos else []
+
+        def prefix(place: int) -> Tensor | None:
+            if texts and not sequences.stops.eos.isdisjoint(texts[place]):
+                return None
+            return torch.cat([sequences.prefix(self._live[place]), drafted[place : place + 1]], 1)
+
+        return sequences.warp(logits, self._owners, prefix)
 
     def pick(self, scores: Tensor) -> Tensor:
         """Add one token a row, ``(B, 1)``: the best, a draw of the row's own coins, or the shared Gumbel choice."""
