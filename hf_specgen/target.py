@@ -62,6 +62,8 @@ class Scores:
         """Return the model's own logits ``(R, V)`` at those places."""
         if len(rows) == 1 and rows.device.type == "cpu":  # a view: the copy comes with the cast
             return self.logits[int(rows), int(nodes)].unsqueeze(0)
+        if self.logits.is_contiguous():  # whole rows: four times as fast as indexing by pairs
+            return self.logits.flatten(0, 1).index_select(0, rows * self.logits.shape[1] + nodes)
         return self.logits[rows, nodes]
 
     def dense(self, folds: bool) -> Dense | None:

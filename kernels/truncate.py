@@ -23,6 +23,7 @@ __all__ = ["truncate"]
 
 _STRIP = 128
 _BINS = 256
+_CLOSE = 1e-30  # logits nearer than this are sorted: their bins could not be counted in float32
 # How far float32 sums over V logits stray from exact ones, and float32 exponentials, as a difference of logits.
 _SUMS, _SUMS_PER_LOGIT, _EXPONENT = 5e-7, 2e-11, 4e-6
 
@@ -141,7 +142,7 @@ def _cut_mass(row: Row, law: Row, top_p: float) -> bool:
     below = total - float(weights.sum())
     while len(values) > _BINS:
         low, high = float(values.min()), float(values.max())
-        if low == high:
+        if high - low < _CLOSE:
             break
         bins = ((values - low) * ((_BINS - 0.5) / (high - low))).astype("int64")
         reached = below + torch.bincount(torch.from_numpy(bins), torch.from_numpy(weights)).numpy().cumsum()

@@ -235,3 +235,13 @@ def test_scores_of_generate_stay_those_of_plain_generate() -> None:
     for one, other in zip(found.scores, expected.scores, strict=True):
         assert torch.equal(one == -INF, other == -INF)
         torch.testing.assert_close(one, other)  # the pass over a draft rounds in another order than plain steps
+
+
+@pytest.mark.parametrize("setting", [Truncation(1.0, 0, 0.5), Truncation(1e30, 0, 0.1), Truncation(1e38, 0, 0.7)])
+def test_logits_that_are_hardly_apart(setting: Truncation) -> None:
+    """Their bins would overflow float32: they are sorted instead."""
+    close = torch.zeros(1, 1000)
+    close[0, ::2] = 1e-38
+    source = torch.Generator().manual_seed(2)
+    for logits in (close, torch.randn(1, 5000, generator=source)):
+        assert same(ops.truncate(logits, *setting), plain(logits, setting))
