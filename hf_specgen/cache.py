@@ -14,14 +14,13 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PretrainedConfig
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import Cache, PretrainedConfig
+from transformers.cache_utils import CacheLayerMixin
 
 from hf_specgen import ops
 from hf_specgen.draft import Tree
-from hf_specgen.errors import UnsupportedTarget
+from hf_specgen.layer_kinds import layer_kinds
 
-_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 _SPARE = 32
 
 
@@ -283,39 +282,3 @@ class SlotCache(Cache):
             if layer.group is group:
                 layer.resize(doubled, source)
         group.capacity = doubled
-
-
-def layer_kinds(config: PretrainedConfig) -> list[tuple[str, int | None]]:
-    """Return every layer's kind and window, as transformers' own dynamic cache would build them.
-
-    Raises: ``UnsupportedTarget`` for layers that keep anything but keys and values per token.
-    """
-    text = config.get_text_config(decoder=True)
-    settings = text.to_dict()
-    layers = DynamicCache(config=text).layers
-    declared = settings.get("layer_types") or [None] * len(layers)
-    if not layers or len(layers) != settings.get("num_hidden_layers", len(layers)) or len(declared) != len(layers):
-        raise UnsupportedTarget(
-            f"{type(config).__name__} gives {len(layers)} cache layers for {settings.get('num_hidden_layers')} "
-            "hidden layers: "
-            "one key/value cache per layer is required (layers that share a cache are not supported). Use plain "
-            "generate()."
-        )
-    kinds: list[tuple[str, int | None]] = []
-    for layer, name in zip(layers, declared, strict=True):
-        window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
-        chunked = window is not None and settings.get("attention_chunk_size") == window
-        kind = name or ("chunked_attention" if chunked else "sliding_attention" if window else "full_attention")
-        if kind not in _KINDS or type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            # a subclass keeps more than keys and values: a recurrent state beside them, an index, a compressed copy
-            found = repr(name) if name and name not in _KINDS else f"{kind!r} kept in a {type(layer).__name__}"
-            raise UnsupportedTarget(
-                f"{type(config).__name__} has a layer of kind {found}: only plain {', '.join(_KINDS)} can be rolled "
-                "back row by row (recurrent and indexed layers cannot yet). Use plain generate()."
-            )
-        kinds.append((kind, window))
-    if len(set(kinds)) != len({kind for kind, _ in kinds}):
-        raise UnsupportedTarget(
-            f"{type(config).__name__} mixes several windows in one layer kind: one window is required."
-        )
-    return kinds

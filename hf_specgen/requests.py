@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specgen.cache import layer_kinds
 from hf_specgen.costs import Costs
 from hf_specgen.errors import SpecGenError
 from hf_specgen.forward import check_arguments
+from hf_specgen.layer_kinds import layer_kinds
 from hf_specgen.packing import is_prepacked
 from hf_specgen.sequences import DraftRequest, OnTokens, Sequences, Stops
 from hf_specgen.verify import RULES

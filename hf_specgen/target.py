@@ -50,6 +50,11 @@ class Scores:
         """Return where the logits live."""
         return self.logits.device
 
+    @property
+    def untouched(self) -> Tensor | None:
+        """Return all logits where no processor changes them, None otherwise."""
+        return None if self.sequences.warp.steps else self.logits
+
     def at(self, rows: Tensor, nodes: Tensor) -> Tensor:
         """Return processed float32 logits ``(R, V)`` at scored coordinates ``nodes`` (0 is the root) of ``rows``."""
         owners, warp = rows if self.live is None else self.live[rows], self.sequences.warp

@@ -34,6 +34,11 @@ class Scores(Protocol):
     @property
     def device(self) -> torch.device: ...
 
+    @property
+    def untouched(self) -> Tensor | None:
+        """Return all logits ``(B, S, V)`` where nothing is to be done to them, None otherwise."""
+        ...
+
     def at(self, rows: Tensor, nodes: Tensor) -> Tensor:
         """Return ``(R, V)`` logits of ``rows (R)`` at scored coordinates ``nodes (R)`` (0 is the root)."""
         ...
@@ -143,7 +148,12 @@ def _matching(scores: Scores, draft: Draft, pick: _Pick) -> _Decide:
 
 
 def _greedy_pick(scores: Scores) -> _Pick:
-    return lambda rows, nodes, depth: ops.argmax(scores.at(rows, nodes))
+    logits = scores.untouched
+    if logits is None:
+        return lambda rows, nodes, depth: ops.argmax(scores.at(rows, nodes))
+    # the best of every place in one go is cheaper than a few calls and casts at every level
+    token, invalid = (part.view(logits.shape[:2]) for part in ops.argmax(logits.flatten(0, 1)))
+    return lambda rows, nodes, depth: (token[rows, nodes], invalid[rows, nodes])
 
 
 def _sample_pick(scores: Scores, draft: Draft, coins: CoinSource) -> _Pick:

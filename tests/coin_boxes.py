@@ -232,6 +232,10 @@ class TableScores:
     def device(self) -> torch.device:
         return self.logits.device
 
+    @property
+    def untouched(self) -> None:
+        return None
+
     def dense(self, folds: bool) -> None:
         return None
 

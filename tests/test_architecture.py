@@ -21,7 +21,7 @@ PACKAGE = ("hf_specgen/", "kernels/", "trainers/")
 CODE = (*PACKAGE, "tests/", "examples/")
 
 # Left imports nothing from the right; on one level too. `__init__` is the package's public face.
-ORDER = """kernels < errors, draft, stats, costs < ops < coins < fused
+ORDER = """kernels < errors, draft, stats, costs < ops < coins < fused, layer_kinds
 < warp, cache, attention, forward, verify, sequences, packing, formats, hub
 < target < selfcheck, requests, outputs < drafters < generate, entry < trainers < __init__ < bench < cli"""
 RANK = {name: rank for rank, name in enumerate(re.findall(r"\w+", ORDER))}
@@ -36,7 +36,8 @@ MOVING_PARTS = {"cache_utils", "masking_utils", "modeling_utils"}
 MOVING_KEYWORDS = {"past_key_values", "cache_position"}
 FORWARD_KEYWORDS = {*MOVING_KEYWORDS, "cache", "attention_mask"}
 MOVING_PARTS_ALLOWED = {
-    f"hf_specgen/{name}.py" for name in ("forward", "cache", "generate", "requests", "drafters/base", "drafters/layers")
+    f"hf_specgen/{name}.py"
+    for name in ("forward", "cache", "layer_kinds", "generate", "requests", "drafters/base", "drafters/layers")
 }
 
 BANNED_WORDS = {"verifier", "assistant", "speculator", "posterior", "engine", "manager", "provider", "strategy"}

@@ -14,8 +14,9 @@ from tiny import FAMILIES, build
 from transformers import AutoConfig
 
 from hf_specgen import UnsupportedTarget, ops
-from hf_specgen.cache import SlotCache, SlotGroup, layer_kinds
+from hf_specgen.cache import SlotCache, SlotGroup
 from hf_specgen.draft import Tree
+from hf_specgen.layer_kinds import layer_kinds
 
 WINDOW = 6
 LAYOUTS = {

@@ -230,3 +230,21 @@ def test_a_vanishing_reach_leaves_numbers() -> None:
         assert after.tolist() == [0.0, 0.0, 0.0]
         token, invalid = ops.residual_draw(p, ids, law, coin(0.0, 0.0, 1e-42), coin(1.0, 0.0, 1.0), coin(0.0, 0.9, 0.0))
         assert token.tolist() == [0, 1, 1] and not invalid.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("rows", [0, 1, 33, 70])
+def test_the_first_best_token_in_every_dtype(dtype: torch.dtype, rows: int) -> None:
+    """Sixteen-bit rows are cast in slices; ties and broken rows come out as they do elsewhere."""
+    source = torch.Generator().manual_seed(rows)
+    logits = (torch.randn(rows, 300, generator=source) * 2).round().to(dtype)
+    if rows > 2:
+        logits[1], logits[2, 7] = float("-inf"), float("nan")
+    token, invalid = ops.argmax(logits)
+    assert token.shape == invalid.shape == (rows,)
+    for row in range(rows):
+        broken = rows > 2 and row in (1, 2)
+        assert bool(invalid[row]) == broken
+        if not broken:
+            best = max(logits[row].tolist())
+            assert int(token[row]) == logits[row].tolist().index(best)
