@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hf_specgen.attention import use_attention
     from hf_specgen.costs import Costs
     from hf_specgen.draft import DenseQ, Draft, Round, SparseQ, Tree, Verdict
     from hf_specgen.drafters.base import Drafter
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from hf_specgen.entry import SpeculativeMixin, disable, enable
     from hf_specgen.errors import IncompatibleDrafter, SpecGenError, UnsupportedTarget
     from hf_specgen.generate import SpeculativeDecoding, last_stats
+    from hf_specgen.ops import use_kernels
     from hf_specgen.packing import prepack, unpack
     from hf_specgen.stats import AcceptanceStats, RowStats
 
@@ -44,9 +46,12 @@ __all__ = [
     "last_stats",
     "prepack",
     "unpack",
+    "use_attention",
+    "use_kernels",
 ]
 
 _HOME = {
+    "attention": ("use_attention",),
     "costs": ("Costs",),
     "draft": ("DenseQ", "Draft", "Round", "SparseQ", "Tree", "Verdict"),
     "drafters.base": ("Drafter",),
@@ -55,6 +60,7 @@ _HOME = {
     "entry": ("SpeculativeMixin", "disable", "enable"),
     "errors": ("IncompatibleDrafter", "SpecGenError", "UnsupportedTarget"),
     "generate": ("SpeculativeDecoding", "last_stats"),
+    "ops": ("use_kernels",),
     "packing": ("prepack", "unpack"),
     "stats": ("AcceptanceStats", "RowStats"),
 }
