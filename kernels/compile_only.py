@@ -87,7 +87,10 @@ class Compiled:
 
 @cache
 def _package() -> str:
-    """Make this folder importable as a package of its own, whoever ships it: its modules import one another."""
+    """Make this folder importable as a package of its own, whoever ships it: its modules import one another.
+
+    They register the package's operators once more, so this process must run none of them.
+    """
     name = "_kernels_to_compile"
     package = ModuleType(name)
     package.__path__ = [str(_HERE)]
@@ -305,8 +308,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.pop("TRITON_INTERPRET", None)  # before any kernel is defined, and in the processes that compile
     targets = options.targets.split(",")
     wrong = [target for target in targets if not re.fullmatch(r"sm_\d+|gfx[0-9a-f]+", target)]
-    found = list_variants([text for text in options.only.split(",") if text])
-    if wrong or not found:
+    found = [] if wrong else list_variants([text for text in options.only.split(",") if text])
+    if not found:
         what = f"unknown target {', '.join(wrong)}" if wrong else f"no kernel's name contains {options.only!r}"
         print(f"compile_only: {what}", file=sys.stderr)
         return 2

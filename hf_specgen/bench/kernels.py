@@ -295,7 +295,7 @@ def _report(plan: Plan, json_file: Path | None, plot: Path | None) -> None:
     notes = Console(stderr=True, highlight=False)
     machine = describe_machine()
     cuda = plan.device.type == "cuda"
-    place = machine["gpu"] if cuda else f"{machine['cpu']}, {machine['threads']} threads"
+    place = machine["gpu"] if cuda else f"{machine['cpu']}, {machine['threads']} thread{'s' * (machine['threads'] > 1)}"
     path = "Triton kernels" if cuda else "the CPU path in plain torch; no GPU is measured"
     notes.print(f"{place}; torch {machine['torch']}, {plan.dtype}: {path}")
     lines, bandwidth, complete = run(plan, notes)
