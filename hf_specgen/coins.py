@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from hf_specgen import ops
 from hf_specgen.ops import ACCEPT, DRAFT, SAMPLE
 
-__all__ = ["ACCEPT", "DRAFT", "SAMPLE", "CoinSource", "Coins"]
+__all__ = ["ACCEPT", "DRAFT", "SAMPLE", "CoinSource", "Coins", "toss"]
 
 
 class CoinSource(Protocol):
@@ -29,6 +30,16 @@ class CoinSource(Protocol):
         Shapes: ``rows (R)``, ``depth (R)`` or one int for all. Returns: float ``(R, vocab_size)``.
         """
         ...
+
+    def gumbel_pick(
+        self, logits: Tensor, temperature: Tensor, rows: Tensor, depth: Tensor | int
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``argmax(logits / temperature + G)`` and whether the row is broken.
+
+        Shapes: ``logits (R, V)``, ``temperature (R)``, ``rows (R)``, ``depth (R)`` or one int for all.
+        """
+        noise = self.gumbel(rows, depth, logits.shape[-1])
+        return ops.gumbel_draw(logits.float() / temperature.unsqueeze(1), noise)
 
 
 @dataclass(frozen=True)
@@ -54,13 +65,19 @@ class Coins(CoinSource):
     def gumbel_pick(
         self, logits: Tensor, temperature: Tensor, rows: Tensor, depth: Tensor | int
     ) -> tuple[Tensor, Tensor]:
-        """Return ``argmax(logits / temperature + G)`` and whether the row is broken, without building G.
-
-        Shapes: ``logits (R, V)``, ``temperature (R)``, ``rows (R)``, ``depth (R)`` or one int for all.
-        """
+        """Pick without building G where a kernel can, see ``CoinSource``."""
         position = self.positions[rows] + depth
         return ops.gumbel_pick(logits, temperature, self.seeds[rows], self.row_ids[rows], position)
 
     def gumbel(self, rows: Tensor, depth: Tensor | int, vocab_size: int) -> Tensor:
         """Return Gumbel vectors; a longer vocabulary only appends to them, see ``CoinSource``."""
         return ops.gumbel_noise(self.seeds[rows], self.row_ids[rows], self.positions[rows] + depth, vocab_size)
+
+
+def toss(coins: CoinSource, rows: int, depths: int, use: int, siblings: int, device: torch.device) -> Tensor:
+    """Toss the coins of every row, depth and sibling at once: ``(B, depths, K)``."""
+    place = torch.arange(rows * depths * siblings, device=device)
+    sibling: Tensor | int = 0
+    if siblings > 1:
+        place, sibling = place // siblings, place % siblings
+    return coins.uniform(place // depths, place % depths, use, sibling).view(rows, depths, siblings)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_specgen import ops
-from hf_specgen.coins import ACCEPT, SAMPLE, Coins, CoinSource
+from hf_specgen.coins import ACCEPT, SAMPLE, CoinSource, toss
 from hf_specgen.draft import Draft, SparseQ, Verdict
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -33,27 +33,26 @@ def verify_dense(dense: Dense, draft: Draft, coins: CoinSource | None, rule: str
     batch, scored, vocab = dense.logits.shape
     flat = dense.logits.reshape(-1, vocab)
     temperature = flat.new_full((len(flat),), dense.temperature, dtype=torch.float32)
-    depth = draft.tree.depth.expand(batch, -1)
+    depth, places = draft.tree.depth.expand(batch, -1), (batch, scored)
     if rule == "gumbel" and coins is not None and dense.temperature > 0:
         rows = torch.arange(batch, device=flat.device).repeat_interleave(scored)
-        if isinstance(coins, Coins):
-            token, invalid = coins.gumbel_pick(flat, temperature, rows, depth.flatten())
-        else:
-            noise = coins.gumbel(rows, depth.flatten(), vocab)
-            token, invalid = ops.gumbel_draw(flat.float() / dense.temperature, noise)
+        token, invalid = coins.gumbel_pick(flat, temperature, rows, depth.flatten())
         return _match(token, invalid, draft)
-    sample = torch.zeros_like(depth, dtype=torch.float64) if coins is None else _table(coins, depth, SAMPLE)
+    sample = (
+        torch.zeros_like(depth, dtype=torch.float64)
+        if coins is None
+        else toss(coins, *places, SAMPLE, 1, flat.device)[..., 0]
+    )
     token, law, invalid = _draw(dense, flat, temperature, sample.gather(1, depth).flatten())
     if draft.q is None or coins is None or dense.temperature == 0 or not draft.width:
         return _match(token, invalid, draft)
-    places = (batch, scored)
     target = (dense.logits, temperature[:batch], law.view(*places, -1), token.view(places), invalid.view(places))
     q_ids, q = (draft.q.ids, draft.q.probs) if isinstance(draft.q, SparseQ) else (None, draft.q.logits)
     if rule == "block":
-        accept = _table(coins, depth[:, :1], ACCEPT, draft.width)[:, 0]
+        accept = toss(coins, batch, 1, ACCEPT, draft.width, flat.device)[:, 0]
         return Verdict(*ops.block_chain(*target, draft.tokens, draft.n_valid, q_ids, q, accept, sample))
     siblings = 1 if draft.tree.is_chain else draft.width
-    accept = _table(coins, depth, ACCEPT, siblings)
+    accept = toss(coins, *places, ACCEPT, siblings, flat.device)
     shape = (draft.tokens, draft.tree.parents, draft.n_valid)
     return Verdict(*ops.reject_tree(*target, *shape, q_ids, q, accept, sample, draft.without_replacement))
 
@@ -78,16 +77,3 @@ def _match(token: Tensor, invalid: Tensor, draft: Draft) -> Verdict:
     places = (len(draft.tokens), draft.width + 1)
     drawn = (token.view(places), invalid.view(places))
     return Verdict(*ops.match_tree(*drawn, draft.tokens, draft.tree.parents, draft.n_valid))
-
-
-def _table(coins: CoinSource, places: Tensor, use: int, siblings: int = 0) -> Tensor:
-    """Toss the coins of every row and depth, as many depths as ``places (B, S)`` is wide, and of every sibling.
-
-    Returns: ``(B, S)``, or ``(B, S, K)`` with ``siblings``.
-    """
-    batch, depths = places.shape
-    place = torch.arange(places.numel() * max(1, siblings), device=places.device)
-    sibling: Tensor | int = place % siblings if siblings else 0
-    place = place // max(1, siblings)
-    shape = (batch, depths, siblings) if siblings else (batch, depths)
-    return coins.uniform(place // depths, place % depths, use, sibling).view(shape)

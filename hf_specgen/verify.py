@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_specgen import ops
-from hf_specgen.coins import ACCEPT, SAMPLE, CoinSource
+from hf_specgen.coins import ACCEPT, SAMPLE, CoinSource, toss
 from hf_specgen.draft import Draft, SparseQ, Verdict
 from hf_specgen.errors import SpecGenError
 from hf_specgen.fused import Dense, verify_dense
@@ -92,15 +92,18 @@ def verify(scores: Scores, draft: Draft, coins: CoinSource | None, rule: str = "
 
 def _descend(scores: Scores, draft: Draft, decide: _Decide) -> Verdict:
     """Walk all rows down their trees, level by level."""
-    if scores.device.type == "cpu":
-        return _descend_listed(draft, decide)
-    levels, device = draft.tree.max_depth, scores.device
+    return _descend_listed(draft, decide) if scores.device.type == "cpu" else _descend_tensors(draft, decide)
+
+
+def _descend_tensors(draft: Draft, decide: _Decide) -> Verdict:
+    """Walk on a device that must not be waited for: a row that has stopped repeats its last decision."""
+    levels, device = draft.tree.max_depth, draft.tokens.device
     rows = torch.arange(len(draft.tokens), device=device)
     node = depth = torch.zeros_like(rows)
     invalid = torch.zeros_like(rows, dtype=torch.bool)
     path = torch.zeros(len(rows), levels + 1, dtype=torch.long, device=device)
     for column in path.unbind(1):
-        step = decide(rows, node, depth)  # a row that has stopped repeats its last decision: no mask, no wait
+        step = decide(rows, node, depth)
         column.copy_(step.child)
         node, depth, invalid = torch.where(step.found, step.child + 1, node), depth + step.found, invalid | step.invalid
     return Verdict(path[:, :levels], depth, step.token, invalid)
@@ -218,7 +221,7 @@ def _block(scores: Scores, draft: Draft, coins: CoinSource) -> Verdict:
         invalid[rows] |= bad
 
     # every coin is looked at, also those behind the kept block: keyed by the round's start, none is tossed again later
-    tossed = _table(coins, draft, ACCEPT, depths=1, siblings=draft.width)
+    tossed = toss(coins, len(everyone), 1, ACCEPT, draft.width, scores.device)
     coin = F.pad(tossed[:, 0], (1, 0))  # length i has the coin of its last token
     passes = (reach >= 1) | (coin * (surplus + 1 - reach) < surplus)  # h = 1 passes even when p = q leaves R = 0
     passes = torch.where(length == n_valid, coin < reach, passes & (length < n_valid))
@@ -234,14 +237,9 @@ def _select(mask: Tensor) -> Tensor:
     return mask.nonzero().squeeze(1) if mask.device.type == "cpu" else torch.arange(mask.numel(), device=mask.device)
 
 
-def _table(coins: CoinSource, draft: Draft, use: int, depths: int | None = None, siblings: int = 1) -> Tensor:
-    """Toss the coins of every row, depth and sibling at once: ``(B, levels + 1, K)``."""
-    batch, depths = len(draft.tokens), depths or draft.tree.max_depth + 1
-    place = torch.arange(batch * depths * siblings, device=draft.tokens.device)
-    sibling: Tensor | int = 0
-    if siblings > 1:
-        place, sibling = place // siblings, place % siblings
-    return coins.uniform(place // depths, place % depths, use, sibling).view(batch, depths, siblings)
+def _table(coins: CoinSource, draft: Draft, use: int, siblings: int = 1) -> Tensor:
+    """Toss the coins of every depth that a draft reaches: ``(B, levels + 1, K)``."""
+    return toss(coins, len(draft.tokens), draft.tree.max_depth + 1, use, siblings, draft.tokens.device)
 
 
 def _real(scores: Scores, draft: Draft) -> Tensor:

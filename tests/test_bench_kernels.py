@@ -83,7 +83,7 @@ def test_the_time_limit_begins_nothing_new(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--ops", "nothing of this name"], "no operation of this device"),
+        (["--ops", "nothing of this name"], "Leave --ops out to see them all"),
         (["--batch", "8,x"], "positive numbers"),
         (["--vocab", "0"], "positive numbers"),
         (["--dtype", "float8"], "one of bfloat16"),

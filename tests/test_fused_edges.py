@@ -9,6 +9,7 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from hf_specgen import Draft, Drafter, SmallModel, SpeculativeDecoding, ops
 from hf_specgen.cache import SlotCache
+from hf_specgen.coins import CoinSource
 from hf_specgen.forward import CachedModel
 from hf_specgen.fused import verify_dense
 from hf_specgen.sequences import Sequences, Stops
@@ -128,7 +129,7 @@ def test_top_k_beyond_any_vocabulary_is_off() -> None:
 def test_gumbel_vectors_of_any_source_decide() -> None:
     """A source of coins that is not ours still couples drafter and target."""
 
-    class Favourite:
+    class Favourite(CoinSource):
         def uniform(self, rows, depth, use, sibling=0):
             return torch.zeros(len(rows), dtype=torch.float64)
 

@@ -99,7 +99,11 @@ WALK_MUTATIONS = {
         "torch.ones_like(reach[:, 0])",
     ),
     "every depth tosses the first coin": (CHAIN, "table[rows, depth], draft.", "table[rows, 0], draft."),
-    "siblings share a coin": (SIBLINGS, "place // siblings, place % siblings", "place // siblings, place * 0"),
+    "siblings share a coin": (
+        SIBLINGS,
+        "_table(coins, draft, ACCEPT, siblings=children.shape[-1])",
+        "_table(coins, draft, ACCEPT).expand(-1, -1, children.shape[-1])",
+    ),
     "padding nodes match": (replace(TREE, n_valid=1), "edges.masked_fill(~_real(scores, draft), -1)", "edges"),
     "a child of another parent matches": (
         TREE,

@@ -16,7 +16,7 @@ from hf_specgen import ops
 from hf_specgen.coins import ACCEPT, SAMPLE, Coins
 from hf_specgen.draft import DenseQ, Draft, SparseQ, Tree, Verdict
 from hf_specgen.errors import SpecGenError
-from hf_specgen.verify import RULES, verify
+from hf_specgen.verify import RULES, _descend_tensors, verify
 
 VOCAB = 300  # three strips, the last one short
 INF = math.inf
@@ -115,9 +115,19 @@ def test_the_path_that_waits_for_no_device_decides_the_same(
 ) -> None:
     """Off the CPU stopped rows are not dropped: they repeat their last step, on all rows to the deepest level."""
     batches = [make_batch(seed, kind, chain) for seed in range(8)]
+    batches[0].logits[1, 0] = math.nan  # a broken row stays broken however the walk goes on
     lazily = [batch.verdict(rule) for batch in batches]
+    assert lazily[0].invalid.tolist() == [False, True, False, False, False]
+    walks: list[int] = []
+
+    def without_lists(draft: Draft, decide) -> Verdict:
+        walks.append(draft.width)
+        return _descend_tensors(draft, decide)
+
     monkeypatch.setattr("hf_specgen.verify._select", lambda mask: torch.arange(len(mask)))
+    monkeypatch.setattr("hf_specgen.verify._descend_listed", without_lists)
     assert all(same(verdict, batch.verdict(rule)) for verdict, batch in zip(lazily, batches, strict=True))
+    assert len(walks) == (0 if rule == "block" and kind in ("sparse", "dense") else len(batches))
 
 
 def pick(verdict: Verdict, rows: Tensor) -> Verdict:

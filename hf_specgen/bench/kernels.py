@@ -281,7 +281,9 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     chosen = tuple(part.strip() for part in names.split(",") if part.strip())
     plan = Plan(where, DTYPES[dtype], shapes, chosen, repeats or (30 if cuda else 5), limit)
     if not steps(plan):
-        raise SpecGenError(f"--ops {names!r}: no operation of this device has such a name.")
+        raise SpecGenError(
+            f"--ops {names!r}: no operation of a {where.type} has such a name. Leave --ops out to see them all."
+        )
     if not cuda and plan.dtype != torch.bfloat16:
         raise SpecGenError("--dtype: on a CPU the rounds are made in bfloat16, as models give them.")
     _report(plan, json_file, plot)
