@@ -8,14 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_specgen.attention import use_attention
+    from hf_specgen.card import CardOptions, write_card
     from hf_specgen.costs import Costs
     from hf_specgen.draft import DenseQ, Draft, Round, SparseQ, Tree, Verdict
+    from hf_specgen.drafter_config import DrafterConfig
     from hf_specgen.drafters.base import Drafter
+    from hf_specgen.drafters.eagle import EagleDrafter
+    from hf_specgen.drafters.eagle3 import Eagle3Drafter
+    from hf_specgen.drafters.learned import LearnedDrafter
+    from hf_specgen.drafters.medusa import MedusaDrafter
     from hf_specgen.drafters.prompt_lookup import PromptLookup
     from hf_specgen.drafters.small_model import SmallModel
     from hf_specgen.entry import SpeculativeMixin, disable, enable
     from hf_specgen.errors import IncompatibleDrafter, SpecGenError, UnsupportedTarget
     from hf_specgen.generate import SpeculativeDecoding, last_stats
+    from hf_specgen.loading import calibrate_aux_layers, describe, load_drafter
     from hf_specgen.ops import use_kernels
     from hf_specgen.packing import prepack, unpack
     from hf_specgen.stats import AcceptanceStats, RowStats
@@ -24,11 +31,17 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AcceptanceStats",
+    "CardOptions",
     "Costs",
     "DenseQ",
     "Draft",
     "Drafter",
+    "DrafterConfig",
+    "Eagle3Drafter",
+    "EagleDrafter",
     "IncompatibleDrafter",
+    "LearnedDrafter",
+    "MedusaDrafter",
     "PromptLookup",
     "Round",
     "RowStats",
@@ -41,25 +54,36 @@ __all__ = [
     "UnsupportedTarget",
     "Verdict",
     "__version__",
+    "calibrate_aux_layers",
+    "describe",
     "disable",
     "enable",
     "last_stats",
+    "load_drafter",
     "prepack",
     "unpack",
     "use_attention",
     "use_kernels",
+    "write_card",
 ]
 
 _HOME = {
     "attention": ("use_attention",),
+    "card": ("CardOptions", "write_card"),
     "costs": ("Costs",),
     "draft": ("DenseQ", "Draft", "Round", "SparseQ", "Tree", "Verdict"),
+    "drafter_config": ("DrafterConfig",),
     "drafters.base": ("Drafter",),
+    "drafters.eagle": ("EagleDrafter",),
+    "drafters.eagle3": ("Eagle3Drafter",),
+    "drafters.learned": ("LearnedDrafter",),
+    "drafters.medusa": ("MedusaDrafter",),
     "drafters.prompt_lookup": ("PromptLookup",),
     "drafters.small_model": ("SmallModel",),
     "entry": ("SpeculativeMixin", "disable", "enable"),
     "errors": ("IncompatibleDrafter", "SpecGenError", "UnsupportedTarget"),
     "generate": ("SpeculativeDecoding", "last_stats"),
+    "loading": ("calibrate_aux_layers", "describe", "load_drafter"),
     "ops": ("use_kernels",),
     "packing": ("prepack", "unpack"),
     "stats": ("AcceptanceStats", "RowStats"),

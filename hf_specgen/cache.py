@@ -202,23 +202,31 @@ class SlotCache(Cache):
             index = index + (width - length)
         return index.clamp(0, width - 1)
 
-    def begin(self, width: int, undo: int = 0) -> None:
-        """Announce a pass of ``width`` positions; the newest ``undo`` committed tokens may yet be rolled back."""
+    def begin(self, width: int, undo: int = 0, held: int = 0) -> None:
+        """Announce a pass of ``width`` positions; the newest ``undo`` committed tokens may yet be rolled back.
+
+        ``held`` positions of the passes before, uncommitted, stay behind every row's text, and these follow them: a
+        tree that is grown level by level. Its first pass must announce the rest as ``undo``, so that rings have room.
+        """
         self.prefilling = None
-        longest, shortest = max(self.lengths), min(self.lengths)
+        starts = [length + held for length in self.lengths]
+        longest, shortest = max(starts), min(starts)
         for group in self.groups.values():
-            self._grow(group, group.needed(longest, width, undo))
+            self._grow(group, group.needed(longest - held, held + width, undo))
             group.view = min(group.capacity, longest + width)
             fits = longest + width <= group.capacity
             group.start = longest if fits and longest == shortest else None
             # on CPU a copy per row is eight times faster than one scattered write
-            group.starts = self.lengths if fits and self.device.type == "cpu" else None
+            group.starts = starts if fits and self.device.type == "cpu" else None
             if group.start is None and group.starts is None:
-                offsets = torch.arange(width, device=self.device)
+                offsets = torch.arange(held, held + width, device=self.device)
                 group.slots = (self.row_lengths[:, None] + offsets) % group.capacity
 
     def masks(self, tree: Tree) -> dict[str, Tensor]:
-        """Return, per layer kind, the ``(B or 1, 1, S, view)`` bool mask of the pass announced by ``begin``."""
+        """Return, per layer kind, the ``(B or 1, 1, S, view)`` bool mask of the pass announced by ``begin``.
+
+        ``tree`` covers what is held and what is new; a pass that holds something uses the last ``width`` queries.
+        """
         return {group.kind: group.visible(self, tree)[:, None] for group in self.groups.values()}
 
     def commit(self, counts: list[int], paths: Tensor | None = None) -> None:

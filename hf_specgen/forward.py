@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -15,6 +16,7 @@ from hf_specgen.attention import PassAttention, implementation_of
 from hf_specgen.cache import SlotCache
 from hf_specgen.draft import Tree
 from hf_specgen.errors import UnsupportedTarget
+from hf_specgen.taps import Taps
 
 _CACHE_NAMES = ("cache", "past_key_values")
 
@@ -24,22 +26,25 @@ class ForwardOutput:
     """Hold what one pass returned.
 
     Shapes: ``logits (B, S, V)`` (``(B, 1, V)``, each row's last prompt position, after a prefill); ``hidden``: the
-    embedding output and one ``(B, S, D)`` per layer when asked for, else empty.
+    embedding output and one ``(B, S, D)`` per layer when asked for, else empty; ``taps``: one ``(B, S, D)`` per
+    boundary that the model is tapped at.
     """
 
     logits: Tensor
     hidden: tuple[Tensor, ...] = ()
+    taps: tuple[Tensor, ...] = ()
 
 
 class CachedModel:
     """Run a model row by row: prompts once, then roots and draft nodes, with a rollback after each pass.
 
+    ``taps`` are the boundaries whose hidden states every pass returns.
     ``seconds`` is the wall time spent inside the model's own forward (on a GPU: launching it).
 
     Raises: ``UnsupportedTarget`` when the model's cache, positions or layers cannot be driven this way.
     """
 
-    def __init__(self, model: PreTrainedModel, rows: int, reserve: int = 0) -> None:
+    def __init__(self, model: PreTrainedModel, rows: int, reserve: int = 0, taps: Sequence[int] = ()) -> None:
         self.model = model
         arguments = inspect.signature(type(model).forward).parameters
         check_arguments(model, arguments)
@@ -50,6 +55,7 @@ class CachedModel:
         self.seconds = 0.0
         self._one_kind = len(self.cache.groups) == 1
         self._attention = PassAttention(model)
+        self._taps = Taps(model, taps)
 
     @property
     def lengths(self) -> list[int]:
@@ -58,13 +64,9 @@ class CachedModel:
 
     def keep(self, live: list[int], finished: list[bool]) -> list[int]:
         """Drop finished rows; ``live[i]`` names the row of the batch at place ``i``. Return the new names by place."""
-        staying = [place for place, row in enumerate(live) if not finished[row]]
-        if len(staying) == len(live):
+        order = staying(live, finished)
+        if len(order) == len(live):
             return live
-        front = len(staying)
-        movers = [place for place in staying if place >= front]
-        holes = set(range(front)).difference(staying)
-        order = [movers.pop() if place in holes else place for place in range(front)]
         self.cache.keep(order)
         return [live[place] for place in order]
 
@@ -81,7 +83,7 @@ class CachedModel:
         ragged = min(lengths) < width
         self.cache.begin_prefill(width, lengths, left_padded=True)
         extra: dict[str, Any] = {"logits_to_keep": 1} if self._trims_logits else {}
-        output = self._call(
+        output, tapped = self._call(
             ids,
             attention_mask=(columns >= pads).long() if ragged else None,
             position_ids=(columns - pads).clamp(min=0),
@@ -89,7 +91,7 @@ class CachedModel:
             **extra,
         )
         self.cache.crop_rows(lengths)
-        return self._output(output.logits[:, -1:], output, hidden)
+        return self._output(output.logits[:, -1:], output, hidden, tapped)
 
     def extend(
         self,
@@ -113,7 +115,7 @@ class CachedModel:
         if n_valid is not None:
             depth = depth * (torch.arange(tokens.shape[1], device=self.device) <= n_valid[:, None])
         with self._attention.on():
-            output = self._call(
+            output, tapped = self._call(
                 tokens,
                 attention_mask=self._masks(tree),
                 position_ids=self.cache.row_lengths[:, None] + depth,
@@ -121,12 +123,12 @@ class CachedModel:
                 **extra,
             )
         logits = output.logits[:, keep] if keep is not None and not self._trims_logits else output.logits
-        return self._output(logits, output, hidden)
+        return self._output(logits, output, hidden, tapped)
 
-    def _output(self, logits: Tensor, output: Any, hidden: bool) -> ForwardOutput:
+    def _output(self, logits: Tensor, output: Any, hidden: bool, tapped: tuple[Tensor, ...]) -> ForwardOutput:
         """Bring results to the device of the input embeddings (a model spread over devices ends elsewhere)."""
         states = tuple(layer.to(self.device) for layer in output.hidden_states) if hidden else ()
-        return ForwardOutput(logits.to(self.device), states)
+        return ForwardOutput(logits.to(self.device), states, tapped)
 
     def _prefill_chunks(self, ids: Tensor, lengths: list[int], chunk: int, hidden: bool) -> ForwardOutput:
         """Read compact right-padded prompts ``chunk`` columns at a time."""
@@ -137,6 +139,7 @@ class CachedModel:
         compact = ids.gather(1, index.clamp(max=width - 1))
         last: list[Tensor | None] = [None] * len(lengths)
         states: list[tuple[Tensor, ...]] = []
+        tapped: list[tuple[Tensor, ...]] = []
         for start in range(0, max(lengths), chunk):
             tokens = compact[:, start : start + chunk]
             counts = [min(max(length - start, 0), tokens.shape[1]) for length in lengths]
@@ -144,19 +147,21 @@ class CachedModel:
             ends = sorted({count - 1 for count in counts if count})
             output = self.extend(tokens, Tree.chain(tokens.shape[1] - 1, self.device), valid, hidden, ends)
             states.append(output.hidden)
+            tapped.append(output.taps)
             for row, count in enumerate(counts):
                 if count:
                     last[row] = output.logits[row, ends.index(count - 1)].clone()
             self.cache.commit(counts)
         logits = torch.stack([row for row in last if row is not None])[:, None]
-        return ForwardOutput(logits, _left_pad(states, index, width) if hidden else ())
+        return ForwardOutput(logits, _left_pad(states, index, width), _left_pad(tapped, index, width))
 
-    def _call(self, ids: Tensor, **arguments: Any) -> Any:
+    def _call(self, ids: Tensor, **arguments: Any) -> tuple[Any, tuple[Tensor, ...]]:
         arguments[self._cache_name] = self.cache
         begun = perf_counter()
-        output = self.model(input_ids=ids, use_cache=True, return_dict=True, **arguments)
+        with self._taps.on() as seen:
+            output = self.model(input_ids=ids, use_cache=True, return_dict=True, **arguments)
         self.seconds += perf_counter() - begun
-        return output
+        return output, self._taps.read(seen, self.device)
 
     def _masks(self, tree: Tree) -> Tensor | dict[str, Tensor]:
         masks = self.cache.masks(tree)
@@ -167,6 +172,15 @@ class CachedModel:
         rows = len(self.lengths)
         masks = {kind: mask.expand(rows, -1, -1, -1) for kind, mask in masks.items()}
         return next(iter(masks.values())) if self._one_kind else masks
+
+
+def staying(live: list[int], finished: list[bool]) -> list[int]:
+    """Return the places of unfinished rows as ``SlotCache.keep`` takes them: only rows behind the new end move."""
+    places = [place for place, row in enumerate(live) if not finished[row]]
+    front = len(places)
+    movers = [place for place in places if place >= front]
+    holes = set(range(front)).difference(places)
+    return [movers.pop() if place in holes else place for place in range(front)]
 
 
 def check_arguments(model: PreTrainedModel, arguments: Any) -> None:

@@ -20,13 +20,14 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen.draft import Draft
 from hf_specgen.drafters.base import Drafter
+from hf_specgen.lossy import Typical, check_lossy, read_rule
 from hf_specgen.outputs import OutputLog
-from hf_specgen.requests import Options, check_request, check_rule, pad_token, prepare
+from hf_specgen.requests import Options, check_request, pad_token, prepare
 from hf_specgen.selfcheck import check_target
 from hf_specgen.sequences import DraftRequest, OnTokens, Sequences, Stops
 from hf_specgen.stats import AcceptanceStats, RowStats
 from hf_specgen.target import Target
-from hf_specgen.verify import verify
+from hf_specgen.verify import RULES, verify
 from hf_specgen.warp import Warp
 
 Result: TypeAlias = Tensor | GenerateDecoderOnlyOutput
@@ -48,7 +49,8 @@ class NoDrafter(Drafter):
 class SpeculativeDecoding:
     """Decode speculatively inside ``generate(custom_generate=...)``; the text follows the target's own law.
 
-    Args: ``drafter`` proposes (None: nothing is drafted); ``rule`` is ``rejection``, ``block`` or ``gumbel``;
+    Args: ``drafter`` proposes (None: nothing is drafted); ``rule`` is ``rejection``, ``block`` or ``gumbel``, or
+    lossy: ``typical``, ``Typical(threshold, alpha)``;
     ``streamer`` and ``tokenizer`` must be given here when the model is not enabled, since ``generate()`` drops them.
 
     Source: Leviathan et al. 2023, Chen et al. 2023 (rejection); Miao et al. 2024 (trees); Sun et al. 2024 (block).
@@ -57,13 +59,12 @@ class SpeculativeDecoding:
     def __init__(
         self,
         drafter: Drafter | None = None,
-        rule: str = "rejection",
+        rule: str | Typical = "rejection",
         streamer: BaseStreamer | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        check_rule(rule)
+        self.rule = read_rule(rule, RULES)
         self.drafter = drafter if drafter is not None else NoDrafter()
-        self.rule = rule
         self.streamer = streamer
         self.tokenizer = tokenizer
 
@@ -77,7 +78,7 @@ class SpeculativeDecoding:
         *,
         seed: int | list[int] | Tensor | None = None,
         generator: torch.Generator | None = None,
-        rule: str | None = None,
+        rule: str | Typical | None = None,
         on_tokens: OnTokens | None = None,
         num_assistant_tokens: int | None = None,
         num_assistant_tokens_schedule: str | None = None,
@@ -108,6 +109,8 @@ class SpeculativeDecoding:
         sequences = prepare(model, input_ids, warp, stops, generation_config, options, inputs)
         log = OutputLog(generation_config, len(sequences))
         sequences.score_log = log.scores
+        check_lossy(sequences.rule, self.drafter.draws and not sequences.greedy, warp.takes_any_text)
+        self.drafter.attach(model)
         target = Target(
             model, sequences, self.drafter.hidden_layers, log.hidden is not None, generation_config.prefill_chunk_size
         )
@@ -120,7 +123,10 @@ class SpeculativeDecoding:
     def _run(self, target: Target, sequences: Sequences, log: OutputLog) -> AcceptanceStats:
         """Run the rounds: propose, score, verify, commit, until every row is finished."""
         stats = AcceptanceStats(
-            type(self.drafter).__name__, sequences.rule, rows=[RowStats() for _ in sequences.tokens]
+            type(self.drafter).__name__,
+            str(sequences.rule),
+            not isinstance(sequences.rule, Typical),
+            [RowStats() for _ in sequences.tokens],
         )
         clock = _Clock()
         self.drafter.begin(sequences)

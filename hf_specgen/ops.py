@@ -1,7 +1,8 @@
 """The only door to the kernels: every operation, chosen per call between the plain torch reference and Triton.
 
 Triton runs where the tensors are on a GPU and Triton imports. ``HF_SPECGEN_KERNELS=reference|triton`` or the context
-manager ``use_kernels`` decide otherwise; an operation without a Triton twin always runs as reference.
+manager ``use_kernels`` decide otherwise; an operation without a Triton twin always runs as reference. A graph of
+``torch.compile`` keeps what was chosen while it was recorded.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, wraps
 from importlib.util import find_spec
+from pkgutil import iter_modules
 from typing import ParamSpec, TypeVar, cast
 
 import torch
@@ -60,6 +63,7 @@ R = TypeVar("R")
 
 REFERENCE, TRITON = "reference", "triton"
 _VARIABLE = "HF_SPECGEN_KERNELS"
+_HOME = sys.modules[reference.__name__.rpartition(".")[0]]
 
 _open: ContextVar[tuple[Counter[tuple[str, str]], ...]] = ContextVar("open_records", default=())
 _chosen: ContextVar[str | None] = ContextVar("chosen_kernels", default=None)
@@ -132,6 +136,11 @@ def _door(kernel: Callable[P, R], twin: str | None = None) -> Callable[P, R]:
 
     @wraps(kernel)
     def operation(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():  # a compiler cannot read the variables
+            graph = kernel
+            if twin is not None and _fuses_graph(_device(args)):
+                graph = vars(vars(_HOME)[twin])[kernel.__name__]
+            return graph(*args, **kwargs)
         fused = twin is not None and fuses(_device(args))
         for counts in _open.get():
             counts[kernel.__name__, TRITON if fused else REFERENCE] += 1
@@ -141,10 +150,25 @@ def _door(kernel: Callable[P, R], twin: str | None = None) -> Callable[P, R]:
     return operation
 
 
+@torch.compiler.assume_constant_result
+def _fuses_graph(device: torch.device) -> bool:
+    """Choose while ``torch.compile`` records: the graph keeps what is chosen, and its calls are not counted."""
+    fused = fuses(device)
+    if fused:  # all twins at once: the compiler looks at the package's names only once
+        for module in iter_modules(_HOME.__path__):
+            if module.name.startswith("triton_"):
+                importlib.import_module(_path(module.name))
+    return fused
+
+
+def _path(module: str) -> str:
+    return f"hf_specgen.kernels.{module}"
+
+
 @cache
 def _triton(module: str, name: str) -> Callable[..., object]:
     """Import a twin when it is first needed: Triton is optional and slow to import."""
-    return cast("Callable[..., object]", vars(importlib.import_module(f"hf_specgen.kernels.{module}"))[name])
+    return cast("Callable[..., object]", vars(importlib.import_module(_path(module)))[name])
 
 
 accept_or_draw = _door(reference.accept_or_draw)

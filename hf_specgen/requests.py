@@ -17,6 +17,7 @@ from hf_specgen.costs import Costs
 from hf_specgen.errors import SpecGenError
 from hf_specgen.forward import check_arguments
 from hf_specgen.layer_kinds import layer_kinds
+from hf_specgen.lossy import Typical, read_rule, warn_lossy
 from hf_specgen.packing import is_prepacked
 from hf_specgen.sequences import DraftRequest, OnTokens, Sequences, Stops
 from hf_specgen.verify import RULES
@@ -38,7 +39,7 @@ _LOSSY_CACHES = ("quantized", "offloaded", "offloaded_static", "offloaded_hybrid
 class Options:
     """Hold what a call may ask beyond transformers' own arguments."""
 
-    rule: str = "rejection"
+    rule: str | Typical = "rejection"
     seed: int | list[int] | Tensor | None = None
     generator: torch.Generator | None = None
     request: DraftRequest = field(default_factory=DraftRequest)
@@ -60,7 +61,9 @@ def prepare(
 
     Raises: ``SpecGenError`` saying what was given, what is required and what to do.
     """
-    check_rule(options.rule)
+    rule = read_rule(options.rule, RULES)
+    if isinstance(rule, Typical):
+        warn_lossy(rule)
     rows, greedy = len(input_ids), not config.do_sample
     if options.streamer is not None and rows > 1:
         raise SpecGenError(
@@ -84,7 +87,7 @@ def prepare(
         warp=warp,
         vocab_size=vocab_size,
         greedy=greedy,
-        rule=options.rule,
+        rule=rule,
         request=read_request(config, model.generation_config, options.request),
         streamer=options.streamer,
         on_tokens=options.on_tokens,
@@ -92,15 +95,6 @@ def prepare(
         target_size=sum(parameter.numel() for parameter in model.parameters()),
         tokenizer=options.tokenizer,
     )
-
-
-def check_rule(rule: str) -> None:
-    """Refuse a rule that does not exist.
-
-    Raises: ``SpecGenError`` listing the rules.
-    """
-    if rule not in RULES:
-        raise SpecGenError(f"rule={rule!r} is unknown: one of {', '.join(sorted(RULES))} is required.")
 
 
 def check_request(model: PreTrainedModel, config: GenerationConfig, inputs: dict[str, Any]) -> None:

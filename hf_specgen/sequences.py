@@ -14,6 +14,7 @@ from hf_specgen.coins import Coins
 from hf_specgen.costs import Costs
 from hf_specgen.draft import Round
 from hf_specgen.errors import SpecGenError
+from hf_specgen.lossy import Typical
 from hf_specgen.warp import Warp
 
 OnTokens = Callable[[int, list[int]], None]
@@ -68,7 +69,7 @@ class Sequences:
     warp: Warp
     vocab_size: int
     greedy: bool = True
-    rule: str = "rejection"
+    rule: str | Typical = "rejection"
     request: DraftRequest = field(default_factory=DraftRequest)
     streamer: BaseStreamer | None = None
     on_tokens: OnTokens | None = None

@@ -25,7 +25,7 @@ class Scores:
 
     ``draft`` is the part of the round's draft that was scored. ``live (R)`` names the rows of the batch that the pass
     held; None: all of them. Everywhere else in this class a row is a row of the pass. ``keys`` are the pass's coins
-    where they were made before it.
+    where they were made before it. ``hidden`` is what the caller logs, ``taps`` what the drafter reads.
     """
 
     logits: Tensor
@@ -34,6 +34,7 @@ class Scores:
     hidden: tuple[Tensor, ...] = field(default=())
     live: Tensor | None = None
     keys: Coins | None = None
+    taps: tuple[Tensor, ...] = field(default=())
 
     @property
     def greedy(self) -> bool:
@@ -132,11 +133,10 @@ class Target:
         prefill_chunk: int | None = None,
     ) -> None:
         self.sequences = sequences
-        self.hidden_layers = tuple(hidden_layers)
-        self.wants_hidden = all_hidden or bool(self.hidden_layers)
+        self.wants_hidden = all_hidden
         self.prefill_chunk = prefill_chunk
         reserve = max(sequences.lengths) + sequences.budget + 1
-        self.cached = CachedModel(model, len(sequences), reserve)
+        self.cached = CachedModel(model, len(sequences), reserve, hidden_layers)
         self.live = list(range(len(sequences)))
 
     def prefill(self) -> tuple[Round, Scores]:
@@ -146,7 +146,7 @@ class Target:
         draft = Draft.empty(len(sequences), self.cached.device)
         scores = Scores(output.logits, draft, sequences, output.hidden)
         verdict = verify(scores, draft, sequences.coins(), sequences.rule)
-        return Round(draft, verdict, self._picked(output.hidden)), scores
+        return Round(draft, verdict, output.taps), scores
 
     def score(self, draft: Draft) -> Scores:
         """Run one forward over the root and draft nodes of every unfinished row; finished rows leave the cache."""
@@ -159,14 +159,14 @@ class Target:
         drafted = draft.tokens.clamp(0, self.sequences.vocab_size - 1)
         tokens = torch.cat([self.sequences.roots(self.live), drafted], 1)
         output = self.cached.extend(tokens, draft.tree, draft.n_valid, self.wants_hidden)
-        return Scores(output.logits, draft, self.sequences, output.hidden, live, coins)
+        return Scores(output.logits, draft, self.sequences, output.hidden, live, coins, output.taps)
 
     def commit(self, draft: Draft, scores: Scores, verdict: Verdict) -> Round:
         """Keep the accepted path of every scored row in the cache; the newest token stays uncached.
 
         ``verdict`` judges the scored rows; the round that comes back holds every row of ``draft``.
         """
-        hidden = self._on_path(scores.hidden, verdict) if self.hidden_layers else ()
+        hidden = _on_path(scores.taps, verdict)
         judged = verdict
         if scores.live is not None:
             total = len(draft.tokens)
@@ -179,11 +179,8 @@ class Target:
         self.cached.cache.commit([len(path) + 1 for path in paths], None if straight else judged.path[:, :longest])
         return round
 
-    def _on_path(self, hidden: tuple[Tensor, ...], verdict: Verdict) -> tuple[Tensor, ...]:
-        nodes = torch.cat([torch.zeros_like(verdict.next)[:, None], verdict.path + 1], 1)
-        return tuple(
-            layer.gather(1, nodes[..., None].expand(-1, -1, layer.shape[-1])) for layer in self._picked(hidden)
-        )
 
-    def _picked(self, hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(hidden[layer] for layer in self.hidden_layers) if hidden else ()
+def _on_path(layers: tuple[Tensor, ...], verdict: Verdict) -> tuple[Tensor, ...]:
+    """Return each layer's states ``(R, K + 1, D)`` at the root and along the accepted path."""
+    nodes = torch.cat([torch.zeros_like(verdict.next)[:, None], verdict.path + 1], 1)[..., None]
+    return tuple(layer.gather(1, nodes.expand(-1, -1, layer.shape[-1])) for layer in layers)

@@ -3,7 +3,7 @@
 Three rules, one descent. *Sample and match* serves every draft that was picked without chance: the target draws its
 own token at each node and follows the child that carries it. *Rejection* serves drafted samples: children are offered
 to the target in turn, and what they leave of p is drawn from. *Block* judges a sampled chain as a whole.
-All keep the target's law: see the papers named at each rule.
+All keep the target's law: see the papers named at each rule. (``lossy`` holds the rule that does not.)
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from hf_specgen.coins import ACCEPT, SAMPLE, CoinSource, toss
 from hf_specgen.draft import Draft, SparseQ, Verdict
 from hf_specgen.errors import SpecGenError
 from hf_specgen.fused import Dense, verify_dense
+from hf_specgen.lossy import Typical, verify_typical
 
 RULES = frozenset({"rejection", "block", "gumbel"})
 
@@ -62,12 +63,14 @@ _Decide = Callable[[Tensor, Tensor, _Depth], _Step]  # (rows, scored node, depth
 _Pick = Callable[[Tensor, Tensor, _Depth], tuple[Tensor, Tensor]]  # the same arguments -> token, invalid
 
 
-def verify(scores: Scores, draft: Draft, coins: CoinSource | None, rule: str = "rejection") -> Verdict:
-    """Judge a draft so that the emitted tokens follow the target's law exactly.
+def verify(scores: Scores, draft: Draft, coins: CoinSource | None, rule: str | Typical = "rejection") -> Verdict:
+    """Judge a draft so that the emitted tokens follow the target's law exactly (``Typical``: nearly).
 
     ``coins`` may be None when the target is greedy.
     Raises: SpecGenError for an unknown rule, missing coins, or ``rule="block"`` on a sampled tree.
     """
+    if isinstance(rule, Typical):
+        return verify_typical(scores.dense(False), draft, coins, rule)
     if rule not in RULES:
         raise SpecGenError(f"rule={rule!r} is unknown. Choose one of {sorted(RULES)}.")
     if not scores.greedy and coins is None:

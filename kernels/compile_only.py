@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
@@ -38,7 +37,6 @@ _SHARED = {"sm_80": 166_912, "sm_90": 232_448, "gfx942": 65_536}
 # --unaligned these, too, are compiled as any number.
 _ALIGNED = re.compile(r"stride|vocab|q_vocab|width|\w+_stride|[qkv]_(?:row|head|step)")
 _INTEGER = re.compile(r"[iu]\d+")
-_UNFUSED = ("triton_attention",)  # launched without fused multiply-add; the others as Triton has it
 
 
 @dataclass(frozen=True)
@@ -164,9 +162,7 @@ def _source(job: Job) -> tuple[Any, dict[str, Any]]:
         if kind.startswith("*") or (size and job.aligned):
             sixteen[(parameter.num,)] = [["tt.divisibility", 16]]
     used = {name: value for name, value in constants.items() if name in signature}
-    options: dict[str, Any] = {"num_warps": warps}
-    if job.module in _UNFUSED:
-        options["enable_fp_fusion"] = False
+    options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": False}
     if job.max_registers and job.target.startswith("sm_"):
         options["maxnreg"] = job.max_registers
     return ASTSource(kernel, signature, used, sixteen), options
@@ -176,7 +172,6 @@ def _compile(job: Job, source: Any, options: dict[str, Any]) -> Compiled:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    warnings.filterwarnings("ignore", "TRITON_DEFAULT_FP_FUSION")
     nvidia = job.target.startswith("sm_")
     target = GPUTarget("cuda", int(job.target[3:]), 32) if nvidia else GPUTarget("hip", job.target, 64)
     begin = time.perf_counter()

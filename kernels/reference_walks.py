@@ -15,6 +15,7 @@ them; ``invalid (B)`` bool: the walk reached a row without a law, and stopped th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -132,8 +133,8 @@ def typical_tree(  # noqa: PLR0913 - one launch decides everything
 ) -> Walks:
     """Keep the deepest path whose tokens all look typical: ``p > min(epsilon, delta exp(-H(p)))``. Lossy.
 
-    The first of equally deep paths in draft order wins; ``drawn`` follows it. Where the temperature is 0 a token is
-    typical iff it was drawn.
+    Of equally deep paths the likeliest wins, then the first in draft order; ``drawn`` follows it. Where the temperature
+    is 0 a token is typical iff it was drawn.
     Shapes: as in the module. Returns: as in the module.
     Source: Cai et al. 2024, "Medusa", section 3.3.1.
     """
@@ -143,14 +144,18 @@ def typical_tree(  # noqa: PLR0913 - one launch decides everything
     last, broken = drawn[:, 0].clone(), invalid[:, 0].clone()
     for b in range(rows):
         steps: dict[int, list[int]] = {-1: []}  # the nodes of the path down to each kept node
+        score = {-1: 0.0}  # log p of that path
         for node, parent in enumerate(lines[b]):
             if parent not in steps or not _real(tokens, n_valid, b, node, vocab):
                 continue
             place = parent + 1
             broken[b] |= invalid[b, place]
-            if not invalid[b, place] and _typical(target, drawn, b, place, int(tokens[b, node]), epsilon, delta):
-                steps[node] = [*steps[parent], node]
-        deepest = max(steps, key=lambda node: (len(steps[node]), -node))
+            if invalid[b, place]:
+                continue
+            chance = _typical(target, drawn, b, place, int(tokens[b, node]), epsilon, delta)
+            if chance > 0:
+                steps[node], score[node] = [*steps[parent], node], score[parent] + math.log(chance)
+        deepest = max(steps, key=lambda node: (len(steps[node]), score[node], -node))
         n[b], last[b] = len(steps[deepest]), drawn[b, deepest + 1]
         broken[b] |= invalid[b, deepest + 1]
         path[b, : len(steps[deepest])] = torch.tensor(steps[deepest], dtype=torch.long)
@@ -218,12 +223,13 @@ def _block(  # noqa: PLR0913 - the walk's own arguments
     return kept, int(drawn_left), False
 
 
-def _typical(target: _Law, drawn: Tensor, b: int, place: int, token: int, epsilon: float, delta: float) -> bool:
+def _typical(target: _Law, drawn: Tensor, b: int, place: int, token: int, epsilon: float, delta: float) -> float:
+    """Return a typical token's probability (1 where the temperature is 0), 0 for any other token."""
     if target[1][b] == 0:
-        return token == int(drawn[b, place])
+        return float(token == int(drawn[b, place]))
     p = _warped(target, b, place)[0].softmax(-1)
     entropy = -torch.xlogy(p, p).sum()
-    return bool(p[token] > torch.clamp(delta * torch.exp(-entropy), max=epsilon))
+    return float(p[token]) * bool(p[token] > torch.clamp(delta * torch.exp(-entropy), max=epsilon))
 
 
 def _warped(target: _Law, b: int, place: int) -> Tensor:

@@ -75,7 +75,7 @@ def _reach(  # noqa: PLR0913 - a kernel
             row, q_row = logits + b * batch_stride + node * row_stride, q + b * q_batch_stride + node * q_row_stride
             p_law, total = read_law(law, warmth, place + b)
             view = view_draft(q_ids, q, q_row, maxima, sums, place, q_vocab, listed, row, vocab, p_law, total, LIST)
-            p_token = h * (kept_weights(row, token, token < vocab, p_law).to(tl.float64) / total)
+            p_token = h * (kept_weights(row, token, token < vocab, p_law).to(tl.float64) * (1.0 / total))
             q_token = chance(view, token, LIST)
             # The comparison decides, not the division; a token that q could not draw ends the block.
             possible = q_token > 0.0
@@ -193,7 +193,8 @@ def block_chain(  # noqa: PLR0913 - one operation decides everything
     counts, shares = rows.new_empty(batch, 2), sample.new_empty(batch * nodes, 2)
     chains, found = (flags, tokens, n_valid), (reach, surplus, rows, shares, counts)
     with on_device(tokens):
-        _reach[(batch,)](*given, *chains, *found, *given.sizes, *given.strides, given.places, num_warps=4)
+        sizes, warps = (*given.sizes, *given.strides, given.places), _reach_warps(given.places)
+        _reach[(batch,)](*given, *chains, *found, *sizes, num_warps=warps, enable_fp_fusion=False)
         # a dense q leaves sums that judge the blocks; a listed one is summed at the place that is redrawn alone
         masses = sum_left(given, rows, shares) if q_ids is None else None
         _keep[(batch,)](
@@ -212,6 +213,7 @@ def block_chain(  # noqa: PLR0913 - one operation decides everything
             nodes,
             triton.next_power_of_2(nodes),
             num_warps=1,
+            enable_fp_fusion=False,
         )
     masses = sum_left(given, rows, shares) if masses is None else masses
     draw_left(given, rows, shares, masses, walks[1], sample, walks[2])
@@ -235,6 +237,11 @@ def _(  # noqa: PLR0913 - the operation's own arguments
     return empty_walks(tokens)
 
 
+def _reach_warps(places: int) -> int:
+    """Return the warps with which no register is spilled."""
+    return 8 if places else 4
+
+
 def variants() -> list[Variant]:
     """List what to compile where there is no GPU: name, kernel, signature, constants, warps."""
     walk = {"temperature": "*fp32", "law": "*fp64", "drawn": "*i64", "invalid": "*i8", "tokens": "*i64"}
@@ -246,5 +253,6 @@ def variants() -> list[Variant]:
         ("block_chain keep sparse", _keep, walk, {"NODES": 64, "masses": None}, 1),
     ]
     for name, types, constants in draft_kinds():
-        found.append((f"block_chain reach {name}", _reach, {**types, **walk}, constants, 4))
+        warps = _reach_warps(int(str(constants["LIST"])))
+        found.append((f"block_chain reach {name}", _reach, {**types, **walk}, constants, warps))
     return found

@@ -30,6 +30,8 @@ MAX_VOCAB = 8192 * 128
 KEY_SHIFT = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 POINTER = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 
+# Every launch says enable_fp_fusion=False: Triton's own choice changes with its version, and the bits with it.
+
 Variant = tuple[str, Any, dict[str, str], dict[str, Any], int]
 """One compilation: name, jit function, signature (argument to type), constants, warps."""
 

@@ -338,6 +338,7 @@ def _row_draw(
                 logits, *settings, *stats, ids, values, token, law, invalid.view(torch.int8), logits.stride(0), vocab,
                 chunks, strips, TRUNCATE=truncate, PLACES=max(triton.next_power_of_2(strips), 128),
                 SHIFT=KEY_SHIFT[logits.dtype], num_warps=_TRUNCATED_WARPS if truncate else _PLAIN_WARPS,
+                enable_fp_fusion=False,
             )  # fmt: skip
     return out
 

@@ -120,9 +120,19 @@ def _gumbel_pick(
         settings = [each.contiguous() for each in (temperature, seed, row, position)]
         with on_device(logits):
             _gumbel_chunk_kernel[count, chunks](
-                logits, *settings, scores, places, logits.stride(0), vocab, chunks, num_warps=_CHUNK_WARPS
+                logits,
+                *settings,
+                scores,
+                places,
+                logits.stride(0),
+                vocab,
+                chunks,
+                num_warps=_CHUNK_WARPS,
+                enable_fp_fusion=False,
             )
-            _gumbel_best_kernel[count,](scores, places, token, invalid.view(torch.int8), chunks, num_warps=_BEST_WARPS)
+            _gumbel_best_kernel[count,](
+                scores, places, token, invalid.view(torch.int8), chunks, num_warps=_BEST_WARPS, enable_fp_fusion=False
+            )
     return token, invalid
 
 

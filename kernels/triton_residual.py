@@ -36,7 +36,8 @@ STRIPS = tl.constexpr(64)  # strips of a chunk
 RESOLVED = tl.constexpr(
     2.0**-21
 )  # less is what rounding leaves when a list holds all of p: a coin of 0 must not see it
-COUNTS = ("nodes", "listed", "siblings", "width")  # they change from round to round: no variant of its own for each
+# They change from round to round: no variant of its own for each.
+COUNTS = ("nodes", "listed", "siblings", "width", "parents_stride")
 
 
 @triton.jit
@@ -307,7 +308,18 @@ def read_rows(
         steps, places = q.stride()[:2], triton.next_power_of_2(nodes)
         with on_device(q):
             _draft_sums[(rows * nodes, maxima.shape[-1])](
-                q, parents, n_valid, maxima, sums, vocab, nodes, stride, *steps, places, num_warps=8
+                q,
+                parents,
+                n_valid,
+                maxima,
+                sums,
+                vocab,
+                nodes,
+                stride,
+                *steps,
+                places,
+                num_warps=8,
+                enable_fp_fusion=False,
             )
     return Rows(logits, temperature, law, None, q, maxima, sums)
 
@@ -327,6 +339,7 @@ def sum_left(given: Rows, rows: Tensor, shares: Tensor) -> Tensor:
             *given.strides,
             given.places,
             num_warps=8,
+            enable_fp_fusion=False,
         )
     return masses
 
@@ -350,6 +363,7 @@ def draw_left(
             *given.strides,
             given.places,
             num_warps=16,
+            enable_fp_fusion=False,
         )
 
 

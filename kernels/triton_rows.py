@@ -34,7 +34,7 @@ _COINS = 128  # rows of one program
 _WARPS = 8
 
 
-@triton.jit(do_not_specialize=["stream"])
+@triton.jit(do_not_specialize=["count", "stream"])  # they change from call to call: no variant of its own for each
 def _uniform_kernel(SEED, ROW, POSITION, SIBLING, OUT, count, stream, HAS_SIBLING: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
@@ -62,7 +62,14 @@ def _uniform(seed: Tensor, row: Tensor, position: Tensor, stream: int, sibling: 
         places = [tensor.contiguous() for tensor in (seed, row, position, seed if sibling is None else sibling)]
         with on_device(seed):
             _uniform_kernel[triton.cdiv(count, _COINS),](
-                *places, out, count, stream, HAS_SIBLING=sibling is not None, BLOCK=_COINS, num_warps=_WARPS // 2
+                *places,
+                out,
+                count,
+                stream,
+                HAS_SIBLING=sibling is not None,
+                BLOCK=_COINS,
+                num_warps=_WARPS // 2,
+                enable_fp_fusion=False,
             )
     return out
 
@@ -115,7 +122,16 @@ def _row_stats(logits: Tensor, temperature: Tensor, strips: bool) -> tuple[Tenso
     if count:
         with on_device(logits):
             _row_stats_kernel[count, chunks](
-                logits, temperature, *out, logits.stride(0), vocab, chunks, parts, STRIPS=strips, num_warps=_WARPS
+                logits,
+                temperature,
+                *out,
+                logits.stride(0),
+                vocab,
+                chunks,
+                parts,
+                STRIPS=strips,
+                num_warps=_WARPS,
+                enable_fp_fusion=False,
             )
     return out
 

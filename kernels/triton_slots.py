@@ -20,9 +20,11 @@ _BITS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}  # what moves is bit
 _TILES = {16: 128, 128: 32}  # channels of a tile by slots of a tile
 _SCAN = _COLUMNS = 1024
 _PARTS = 128
+# They change from round to round: no variant of its own for each.
+_MOVING = ("rows", "slots", "count", "parents_stride", "nodes", "capacity", "window", "width", "pieces")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_MOVING[:3])
 def _move(  # noqa: PLR0913 - a kernel's arguments are its geometry
     table,
     source,
@@ -58,7 +60,7 @@ def _move(  # noqa: PLR0913 - a kernel's arguments are its geometry
         tl.debug_barrier()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_MOVING)
 def _mask(  # noqa: PLR0913 - a kernel's arguments are its geometry
     lengths,
     parents,
@@ -102,7 +104,7 @@ def _mask(  # noqa: PLR0913 - a kernel's arguments are its geometry
     tl.store(mask + place.to(tl.int64) * view + column, seen.to(tl.int8), mask=column < view)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_MOVING)
 def _search(ids, lengths, scores, width, max_ngram, min_ngram, SCAN: tl.constexpr):
     """Score the places of one stretch of text: 32 bits for how much is matched before one, 32 for the place."""
     pieces = tl.cdiv(width, SCAN)
@@ -122,7 +124,7 @@ def _search(ids, lengths, scores, width, max_ngram, min_ngram, SCAN: tl.constexp
     tl.store(scores + program, tl.max(score, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_MOVING)
 def _copy(  # noqa: PLR0913 - a kernel's arguments are its geometry
     ids, lengths, scores, tokens, found, width, pieces, count, PARTS: tl.constexpr, COUNT: tl.constexpr
 ):
@@ -243,9 +245,11 @@ def match_ngrams(ids: Tensor, lengths: Tensor, max_ngram: int, min_ngram: int, c
         return tokens, found
     with on_device(ids):
         if width:
-            _search[(rows * pieces,)](ids, lengths, scores, width, max_ngram, min_ngram, SCAN=_SCAN)
+            sizes = (width, max_ngram, min_ngram)
+            _search[(rows * pieces,)](ids, lengths, scores, *sizes, SCAN=_SCAN, enable_fp_fusion=False)
+        places, sizes = (ids, lengths, scores, tokens, found), (width, pieces, count)
         columns = max(16, triton.next_power_of_2(count))
-        _copy[(rows,)](ids, lengths, scores, tokens, found, width, pieces, count, PARTS=_PARTS, COUNT=columns)
+        _copy[(rows,)](*places, *sizes, PARTS=_PARTS, COUNT=columns, enable_fp_fusion=False)
     return tokens, found
 
 

@@ -11,15 +11,13 @@ import triton.language as tl
 from torch import Tensor
 
 from .triton_common import CHUNK, POINTER, Variant, chunks_of, dense_rows, on_device, scale_of, weights
-from .triton_residual import kept_weights, read_law
+from .triton_residual import COUNTS, kept_weights, read_law
 from .triton_walks import Walks, bits, empty_walks, node_lanes, parents_stride, store_walk
 
 __all__ = ["typical_tree", "variants"]
 
-_COUNTS = ("nodes",)  # it changes from round to round
 
-
-@triton.jit(do_not_specialize=_COUNTS)
+@triton.jit(do_not_specialize=COUNTS)
 def _spread(  # noqa: PLR0913 - a kernel
     logits,
     temperature,
@@ -52,19 +50,24 @@ def _spread(  # noqa: PLR0913 - a kernel
 
 
 @triton.jit
-def _levels(kept, parent_of):
-    """Number the levels of the nodes that hang on the root by kept nodes alone, from 1; the others are 0."""
+def _levels(kept, parent_of, score):
+    """Number the levels of the nodes that hang on the root by kept nodes alone, from 1; the others are 0.
+
+    Also add up ``score`` along the path down to each of them.
+    """
     level, seen = tl.where(kept & (parent_of == -1), 1, 0), tl.full([], -1, tl.int32)
     count = tl.sum((level > 0).to(tl.int32), 0)
     while count > seen:
-        above = tl.gather(level, tl.maximum(parent_of, 0), 0)
-        level = tl.where(kept & (parent_of >= 0) & (above > 0), above + 1, level)
+        line = tl.maximum(parent_of, 0)
+        above, over = tl.gather(level, line, 0), tl.gather(score, line, 0)
+        fresh = kept & (parent_of >= 0) & (above > 0) & (level == 0)
+        level, score = tl.where(fresh, above + 1, level), tl.where(fresh, over + score, score)
         seen = count
         count = tl.sum((level > 0).to(tl.int32), 0)
-    return level
+    return level, score
 
 
-@triton.jit(do_not_specialize=_COUNTS)
+@triton.jit(do_not_specialize=COUNTS)
 def _typical(  # noqa: PLR0913 - a kernel
     logits,
     temperature,
@@ -88,10 +91,10 @@ def _typical(  # noqa: PLR0913 - a kernel
     row_stride,
     NODES: tl.constexpr,
 ):
-    """Judge all nodes of one row side by side, then follow the deepest path of typical ones."""
+    """Judge all nodes of one row side by side, then follow the deepest path of typical ones, of two the likelier."""
     b = tl.program_id(0).to(tl.int64)
     lane, token_of, parent_of = node_lanes(tokens, parents, n_valid, b, nodes, parents_stride, NODES)
-    real = (token_of >= 0) & (token_of < vocab)
+    real = (token_of >= 0) & (token_of < vocab) & (parent_of >= -1)  # what hangs nowhere has no row
     here = b * (nodes + 1)
     place = here + parent_of + 1
     warmth = tl.load(temperature + b).to(tl.float32)
@@ -112,13 +115,16 @@ def _typical(  # noqa: PLR0913 - a kernel
         # the sum is in the weights' own unit: H = log2(total) + sum / total, in bits
         bits = tl.log2(total.to(tl.float32)) + (spread / total).to(tl.float32)
         kept = chance > tl.minimum(epsilon, delta * tl.exp2(-bits))
+        score = tl.log2(tl.where(kept, chance, 1.0).to(tl.float32))
     else:
         kept = token_of == tl.load(drawn + place, mask=real, other=-1)
+        score = tl.zeros([NODES], tl.float32)
     kept &= real & (lost == 0)
 
-    level = _levels(kept, parent_of)
+    level, score = _levels(kept, parent_of, score)
     depth = tl.max(level, 0)
-    node = tl.min(tl.where((level == depth) & (depth > 0), lane, NODES), 0)
+    score = tl.where((level == depth) & (depth > 0), score, float("-inf"))
+    node = tl.min(tl.where((score == tl.max(score, 0)) & (level == depth), lane, NODES), 0)
     node = tl.where(depth > 0, node, -1)
     token, bad = tl.load(drawn + here + node + 1), tl.load(invalid + here + node + 1) != 0
     reached = (parent_of == -1) | ((parent_of >= 0) & (tl.gather(level, tl.maximum(parent_of, 0), 0) > 0))
@@ -155,7 +161,9 @@ def typical_tree(  # noqa: PLR0913 - one operation decides everything
     parts = logits.new_empty(batch * (nodes + 1), chunks, dtype=torch.float32)
     geometry = (vocab, nodes, parents_stride(parents), *logits.stride()[:2], triton.next_power_of_2(max(nodes, 1)))
     with on_device(logits):
-        _spread[(len(parts), chunks)](logits, temperature, law, parents, n_valid, parts, *geometry, num_warps=8)
+        _spread[(len(parts), chunks)](
+            logits, temperature, law, parents, n_valid, parts, *geometry, num_warps=8, enable_fp_fusion=False
+        )
         _typical[(batch,)](
             logits,
             temperature,
@@ -171,6 +179,7 @@ def typical_tree(  # noqa: PLR0913 - one operation decides everything
             delta,
             *geometry,
             num_warps=1,
+            enable_fp_fusion=False,
         )
     return walks
 

@@ -240,6 +240,7 @@ def match_tree(drawn: Tensor, invalid: Tensor, tokens: Tensor, parents: Tensor, 
                 parents_stride(parents),
                 places,
                 num_warps=1,
+                enable_fp_fusion=False,
             )
     return walks
 
@@ -296,6 +297,7 @@ def reject_tree(  # noqa: PLR0913 - one launch decides everything
             triton.next_power_of_2(nodes),
             given.places,
             num_warps=_warps(given.places, many),
+            enable_fp_fusion=False,
         )
     draw_left(given, rows, shares, sum_left(given, rows, shares), walks[1], sample, walks[2])
     return walks

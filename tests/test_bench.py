@@ -331,8 +331,8 @@ def test_unknown_drafters_are_refused() -> None:
     def load(name: str) -> tuple[Any, Any]:
         return SimpleNamespace(name=name), "tokenizer"
 
-    for spec in ("eagle", "small-model", "small-model:", "prompt-lookup:x"):
-        with pytest.raises(SpecGenError, match="prompt-lookup, small-model:<id or path>, none"):
+    for spec in ("eagle", "small-model", "small-model:", "learned:", "prompt-lookup:x"):
+        with pytest.raises(SpecGenError, match="prompt-lookup, small-model:<id or path>, learned:<id or path>, none"):
             DrafterChoice.parse(spec, load)
     with pytest.raises(SpecGenError, match="Only small-model"):
         DrafterChoice.parse("prompt-lookup", load, sample=True)

@@ -25,6 +25,7 @@ TINY = ["--device", "cpu", "--batch", "2", "--gamma", "3", "--vocab", "300", "--
 LARGE = Shape(8, 7, 151_936)
 BAR = Shape(64, 3, 128_256)
 SCHEME = {scheme.name: scheme for scheme in SCHEMES}
+MASK = torch.tensor([3, 4]), torch.tensor([[-1, 0]]), 16, 16, 0, False
 LINE = Line("tree_mask", "cpu", 2, 3, None, ms=2.0, moved=1000, share=0.25, plain_ms=1.0)
 
 
@@ -107,6 +108,11 @@ def test_interpreted_kernels_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv("TRITON_INTERPRET")
     with ops.use_kernels("reference"), pytest.raises(SpecGenError, match="no kernel to time"):
         kernels._choose_device("cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with ops.use_kernels("triton"):
+        assert kernels._choose_device("cuda:1") == torch.device("cuda:1")
+        with pytest.raises(SpecGenError, match="cuda:0 to cuda:1"):
+            kernels._choose_device("cuda:2")
 
 
 def test_the_full_grid_is_the_default_on_a_card() -> None:
@@ -123,15 +129,34 @@ def test_the_full_grid_is_the_default_on_a_card() -> None:
 
 
 def test_events_surround_the_call_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The GPU's clock, on a made-up device: flush, start, call, end, in this order."""
+    """The GPU's clock, on a made-up device: flush, start, call, end, in this order; caches hold nothing to write."""
     seen: list[str] = []
     event = SimpleNamespace(record=lambda: seen.append("event"), elapsed_time=lambda end: 2.0)
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: seen.append("wait"))
-    flush = SimpleNamespace(zero_=lambda: seen.append("flush"))
-    monkeypatch.setattr(torch, "empty", lambda *size, **settings: flush)
+    flush = SimpleNamespace(sum=lambda: seen.append("flush"))
+    monkeypatch.setattr(torch, "zeros", lambda *size, **settings: flush)
     assert kernels.Clock(torch.device("cpu"), 2).events(lambda: seen.append("call")) == 2.0
     assert seen == ["call"] * 3 + ["flush", "event", "call", "event"] * 2 + ["wait"]
+
+
+@pytest.mark.parametrize("replayed", [None, lambda: None])
+def test_a_time_with_launches_is_not_called_the_devices_own(replayed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no graph can be recorded the line says so."""
+    work = SimpleNamespace(ours=lambda: ops.tree_mask(*MASK), plain=lambda: None, moved=1000)
+    clock = SimpleNamespace(captured=lambda call: replayed, events=lambda call: 1.0 if call is replayed else 4.0)
+    given = SimpleNamespace(shape=Shape(2, 3, 300), device=torch.device("cuda"))
+    pytest.importorskip("triton")
+    with ops.use_kernels("triton"):
+        line = kernels._timed(Case("tree_mask", lambda given: work, False), given, 1e6, clock)  # type: ignore[arg-type]
+    assert (line.ms, line.launched_ms) == ((4.0, None) if replayed is None else (1.0, 4.0))
+    assert line.share == pytest.approx(1000 / line.ms * 1e3 / 1e6) and line.ratio == 1.0
+
+
+def test_rows_that_accept_everything_draw_nothing_again() -> None:
+    none, one = (kernel_bytes.reject_tree(LARGE, True, rejected) for rejected in (0, 1))
+    assert kernel_bytes.reject_tree(LARGE, True) - none == LARGE.batch * (one - none)
+    assert one - none == pytest.approx(LARGE.vocab * 4, rel=0.1)
 
 
 FAST = {"row_stats", "match_tree", "match_ngrams", "tree_mask", "gumbel_pick"}

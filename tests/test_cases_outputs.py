@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from tiny import KINDS, Keep, Watch, drafter_of, letters, plain, prompts, texts_of, tiny
+from tiny import KINDS, TREES, Keep, Watch, drafter_of, letters, plain, prompts, texts_of, tiny
 from transformers import LogitsProcessor, TextIteratorStreamer
 
 from hf_specgen import Costs, PromptLookup, SmallModel, SpecGenError, SpeculativeDecoding, disable, enable, last_stats
@@ -176,7 +176,7 @@ def test_c23_no_residue(kind: str, how: str) -> None:
     assert watch.longest >= 2
     if kind != "tree":  # it draws its own sizes
         assert max(round.draft.tree.max_depth for round in watch.rounds) == 3
-        assert watch.width <= (6 if kind == "branches" else 3)
+        assert watch.width <= (8 if kind in TREES else 3)
     assert [state_of(one) for one in models] == before
     for error in (RuntimeError, KeyboardInterrupt):
         reached: list[int] = []

@@ -10,6 +10,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from hf_specgen import Drafter, PromptLookup, SmallModel, SpeculativeDecoding
 from hf_specgen.cache import SlotCache
 from hf_specgen.forward import CachedModel
+from hf_specgen.taps import FINAL
 
 LENGTHS = [5, 17, 11, 8, 3]
 FAMILIES = ["llama", "mistral", "gemma3_text", "gpt2", "deepseek_v3"]
@@ -130,20 +131,21 @@ def test_hidden_states_for_drafters_belong_to_their_row() -> None:
     whole = plain(model, ids, mask, max_new_tokens=24, return_dict_in_generate=True, output_hidden_states=True)
     budgets = [3, 24, 9, 1, 15]
     watch = Watch(PromptLookup(4))
-    watch.hidden_layers = (2,)
+    watch.hidden_layers = (1, FINAL)
     run(model, watch, ids, mask, budgets)
     written = [1] * len(LENGTHS)
     zeros = 0
     for round in watch.rounds[1:]:
-        for row, (path, state) in enumerate(zip(round.paths, round.hidden[0], strict=True)):
+        for row, path in enumerate(round.paths):
             if written[row] >= budgets[row]:
                 zeros += 1
-                assert not state.any()
+                assert not any(layer[row].any() for layer in round.hidden)
                 continue
             for place in range(len(path) + 1):
                 if written[row] + place < budgets[row]:
-                    true = whole.hidden_states[written[row] + place][2][row, -1]
-                    torch.testing.assert_close(state[place], true, atol=1e-4, rtol=1e-4)
+                    truth = whole.hidden_states[written[row] + place]
+                    for layer, true in zip(round.hidden, truth[1:], strict=True):
+                        torch.testing.assert_close(layer[row, place], true[row, -1], atol=1e-4, rtol=1e-4)
             written[row] += len(path) + 1
     assert zeros > 5
 

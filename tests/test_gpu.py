@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from row_cases import kept_by
 from tiny import RandomTree, disturbed, plain, prompts, texts_of, tiny
 from torch import Tensor
 
@@ -51,6 +52,30 @@ def same(found: Result, wanted: Result) -> None:
             assert torch.equal(one, other)
 
 
+def decided(run: Callable[[float], Result], step: float = 1e-5) -> Result:
+    """Compare as ``same`` does, but integers only in rows that fall the same way when all coins are moved a little.
+
+    Of 128,256 tokens most are as narrow as what float32 sums leave open.
+    """
+    found, wanted = both(lambda: run(0.0))
+    near = []
+    for shift in (-step, step):
+        with ops.use_kernels("reference"):
+            near.append(run(shift))
+    clear = torch.ones(len(wanted[0]), dtype=torch.bool, device=DEVICE)
+    for first, *others in zip(wanted, *near, strict=True):
+        for other in () if first.is_floating_point() else others:
+            clear &= (other == first).view(len(clear), -1).all(1)
+    assert clear.any()
+    same(*(tuple(part if part.is_floating_point() else part[clear] for part in each) for each in (found, wanted)))
+    return found
+
+
+def moved(coins: Tensor, shift: float) -> Tensor:
+    """Move coins a little, within [0, 1)."""
+    return (coins + shift).clamp(0.0, 1.0 - 2.0**-53)
+
+
 def inputs(shape: Shape) -> Inputs:
     """Make a round with greedy, cold and hot rows beside each other."""
     given = Inputs(shape, torch.device(DEVICE), torch.bfloat16)
@@ -75,9 +100,16 @@ def test_row_draw(given: Inputs, top_k: int | None) -> None:
     off = given.settings
     settings = off if top_k is None else (off[0] + top_k, off[1] * 0.95, off[2] + 0.01)
     stats = ops.row_stats(given.flat, given.temperature, top_k is not None)
-    found, wanted = both(lambda: ops.row_draw(given.flat, given.temperature, *settings, given.coin, *stats))
-    same(found, wanted)
+    warm = (given.flat, given.temperature, *settings)
+
+    def run(shift: float) -> Result:
+        token, law, invalid = ops.row_draw(*warm, moved(given.coin, shift), *stats)
+        # one set of tokens has several thresholds and ties that name it
+        return token, law[:, :2], invalid, kept_by(law.cpu(), given.flat.cpu()).to(DEVICE)
+
+    found = decided(run, 3e-6)
     assert len(set(found[0].tolist())) > 1
+    assert (found[3].sum(1)[given.temperature > 0] < given.shape.vocab).all() == (top_k is not None)
 
 
 def test_gumbel_pick_and_uniform(given: Inputs) -> None:
@@ -104,8 +136,8 @@ def test_reject_tree(given: Inputs, dense: bool, tree: bool, without: bool) -> N
     coins = (given.uniform(*places, shape.gamma if tree else 1), given.uniform(*places))
     law = (None, given.q) if dense else given.listed
     drafted = (given.sampled, parents, given.n_valid - 1)
-    found, wanted = both(lambda: ops.reject_tree(*given.target, *drafted, *law, *coins, without))
-    same(found, wanted)
+    target = (*given.target, *drafted, *law)
+    found = decided(lambda shift: ops.reject_tree(*target, *(moved(coin, shift) for coin in coins), without))
     assert int(found[1].sum()) > 0
 
 
@@ -113,8 +145,8 @@ def test_reject_tree(given: Inputs, dense: bool, tree: bool, without: bool) -> N
 def test_block_chain(given: Inputs, dense: bool) -> None:
     shape, law = given.shape, (None, given.q) if dense else given.listed
     coins = (given.uniform(shape.batch, shape.gamma), given.uniform(shape.batch, shape.gamma + 1))
-    found, wanted = both(lambda: ops.block_chain(*given.target, given.sampled, given.n_valid, *law, *coins))
-    same(found, wanted)
+    target = (*given.target, given.sampled, given.n_valid, *law)
+    found = decided(lambda shift: ops.block_chain(*target, *(moved(coin, shift) for coin in coins)))
     assert int(found[1].sum()) > 0
 
 
@@ -136,12 +168,12 @@ def test_slots(given: Inputs) -> None:
     before = torch.randn(2, batch, 4, 128, 64, device=given.device).bfloat16()
     source = lengths.unsqueeze(1) + torch.arange(1, gamma + 1, device=given.device)
 
-    def moved() -> Result:
+    def shifted() -> Result:
         buffers = list(before.clone())
         ops.move_slots(buffers, source, source - 1)
         return tuple(buffer.view(torch.int16) for buffer in buffers)
 
-    found, wanted = both(moved)
+    found, wanted = both(shifted)
     same(found, wanted)
     assert not torch.equal(found[0], before[0].view(torch.int16))
 

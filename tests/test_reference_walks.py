@@ -86,17 +86,20 @@ def test_greedy_rows_follow_the_best_token_beside_sampled_ones(rule: str) -> Non
 
 
 def brute_force_typical(walk: Walk, b: int, epsilon: float, delta: float) -> tuple[list[int], int]:
-    """List all paths of typical tokens; take the deepest, the first of equals."""
+    """List all paths of typical tokens; take the deepest, of equals the likeliest, then the first."""
     tokens, parents, n_valid = walk.drafted
     parents = parents.expand(len(tokens), -1)
     paths: list[list[int]] = [[]]
+    likely = {-1: 1.0}
     for node in range(int(n_valid[b])):
         parent, token = int(parents[b, node]), int(tokens[b, node])
         p = walk.warped[b, parent + 1].softmax(-1)
         entropy = float(torch.distributions.Categorical(p).entropy())
         typical = 0 <= token < len(p) and p[token] > min(epsilon, delta * 2.718281828459045**-entropy)
+        if typical and parent in likely:
+            likely[node] = likely[parent] * float(p[token])
         paths += [[*path, node] for path in paths if (path[-1] if path else -1) == parent and typical]
-    path = max(paths, key=lambda path: (len(path), -path[-1] if path else 0))
+    path = max(paths, key=lambda path: (len(path), likely[path[-1]] if path else 1.0, -path[-1] if path else 0))
     return path, int(walk.drawn[b, path[-1] + 1 if path else 0])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -257,3 +258,27 @@ def test_on_a_card() -> None:
             check_stats(seed, vocab, dtype, bool(seed % 2), 64)
             check_pick(seed, vocab, dtype, 24)
     assert math.isfinite(float(triton_rows.uniform(*(each.to(DEVICE) for each in places(100_000)), 1).sum()))
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
+def test_the_door_is_no_break_in_a_graph(path: str) -> None:
+    """``torch.compile`` records what the block chooses; a compiler cannot read the variable itself."""
+    logits, temperature = torch.randn(2, 300, device=DEVICE), torch.ones(2, device=DEVICE)
+    given = torch.tensor([3, 4], device=DEVICE), torch.tensor([[-1, 0]], device=DEVICE), 16, 16, 0, False
+
+    def run() -> tuple[Tensor, Tensor]:
+        return ops.row_stats(logits * 2, temperature, True)[1] + 1, ops.tree_mask(*given)
+
+    names: list[str] = []
+
+    def seen(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        names.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    torch.compiler.reset()
+    with ops.use_kernels(path), ops.record() as calls:
+        sums, mask = torch.compile(run, fullgraph=True, backend=seen)()
+        assert not calls, "a graph is not counted"
+        wanted, seen_slots = run()
+    assert torch.equal(sums, wanted) and torch.equal(mask, seen_slots)
+    assert any("hf_specgen" in name for name in names) == (path == "triton"), names

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -348,3 +352,26 @@ def test_overlapping_moves_of_a_whole_cache_on_a_card() -> None:
             triton_slots.move_slots(buffers, source, source - 1)
             reference_slots.move_slots(wanted, source, source - 1)
         assert same(buffers, wanted)
+
+
+STEADY = {"vocab", "heads", "width", "view", "max_ngram", "min_ngram"}
+UNTRIED = """
+import importlib, re
+for name in ("attention", "block", "draw", "gumbel", "residual", "rows", "slots", "typical", "walks"):
+    for _, kernel, types, constants, _ in importlib.import_module(f"hf_specgen.kernels.triton_{name}").variants():
+        for each in kernel.params:
+            whole = re.fullmatch("i32|i64", types.get(each.name, "")) and each.name not in constants
+            if whole and not each.do_not_specialize:
+                print(each.name)
+"""
+
+
+def test_sizes_that_move_from_round_to_round_make_no_variants() -> None:
+    """A kernel compiled anew for a multiple of sixteen, or for a one, would stop the text for a second."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run([sys.executable, "-c", UNTRIED], env=environment, capture_output=True, text=True, check=True)
+    found = {
+        name for name in done.stdout.split() if not re.fullmatch(r"(?:(?:q_)?(?:batch|row)_)?stride|[qkv]_\w+", name)
+    }
+    assert found and found <= STEADY, found - STEADY

@@ -188,6 +188,10 @@ class Watch(Drafter):
         self.inner = inner
         self.hidden_layers = inner.hidden_layers
 
+    def attach(self, model) -> None:
+        self.inner.attach(model)
+        self.hidden_layers = self.inner.hidden_layers  # some are known only now
+
     def begin(self, sequences) -> None:
         self.rounds: list[Round] = []
         self.inner.begin(sequences)
@@ -235,8 +239,15 @@ def garbled(text: list[int], period: int = 7, vocab: int = 64) -> list[int]:
     return [token % (vocab - 1) + 1 if place % period == period - 1 else token for place, token in enumerate(text)]
 
 
-KINDS = ("lookup", "branches", "small", "sampled", "tree")
-TREES = ("branches", "tree")
+# kind: how a drafter with trained weights, see fitted.py, is asked to draft ``tokens`` tokens in a row
+LEARNED: dict[str, tuple[str, str, dict[str, object]]] = {
+    "medusa": ("medusa", "static", {"num_head_layers": 1}),
+    "eagle": ("eagle", "chain", {}),
+    "eagle dynamic": ("eagle", "dynamic", {"fc_bias": True}),
+    "eagle3": ("eagle3", "static", {"reduced": True}),
+}
+KINDS = ("lookup", "branches", "small", "sampled", "tree", *LEARNED)
+TREES = ("branches", "tree", "medusa", "eagle dynamic", "eagle3")
 
 
 def drafter_of(kind: str, model: PreTrainedModel, texts: list[list[int]], tokens: int = 4) -> Watch:
@@ -245,6 +256,8 @@ def drafter_of(kind: str, model: PreTrainedModel, texts: list[list[int]], tokens
     The lookups search texts of which every fifth token is wrong; the wrong continuation is the newer one, so a tree's
     right branch is the second.
     """
+    if kind in LEARNED:
+        return Watch(learned(kind, model, texts, tokens))
     vocab = model.config.vocab_size
     if kind in ("small", "sampled"):
         return Watch(SmallModel(disturbed(model), tokens, sample=kind == "sampled"))
@@ -254,6 +267,21 @@ def drafter_of(kind: str, model: PreTrainedModel, texts: list[list[int]], tokens
         corpus = [text + garbled(text, vocab=vocab) for text in texts]
         return Watch(PromptLookup(tokens, branches=2, corpus=corpus))
     return Watch(PromptLookup(tokens, corpus=[garbled(text, vocab=vocab) for text in texts]))
+
+
+def learned(kind: str, model: PreTrainedModel, texts: list[list[int]], tokens: int) -> Drafter:
+    """Build a drafter whose weights know the texts but for every third token; trees hold the right one second there."""
+    from fitted import fitted
+
+    method, shape, settings = LEARNED[kind]
+    spine = [[0] * depth for depth in range(1, tokens + 1)]
+    shapes: dict[str, dict[str, object]] = {
+        "chain": {"tree": "chain", "num_tokens": tokens},
+        "static": {"tree": [*spine, *([*path[:-1], 1] for path in spine), *([[1, 0], [1, 1]] if tokens > 1 else [])]},
+        "dynamic": {"tree": {"top_k": 2, "depth": tokens, "nodes": 2 * tokens}},
+    }
+    heads = {"num_heads": tokens} if method == "medusa" else {}
+    return fitted(method, model, texts, 3, **settings, **heads, **shapes[shape])
 
 
 def assert_ran(watch: Watch, kind: str) -> None:

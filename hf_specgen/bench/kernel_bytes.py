@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 CHUNK, STRIP = 8192, 128
-LISTED, LISTED_STRIPS = 1024, 256  # what a truncated row lists at most
+LISTED_STRIPS = 256  # so many strips a truncated row looks into at most
 _LAW = 8 + 32 + 1  # token, law, flag
 
 
@@ -59,8 +59,8 @@ def row_stats(shape: Shape, strips: bool = False) -> int:
 def row_draw(shape: Shape, greedy: bool = False, top_k: int | None = None) -> int:
     """Count a draw: the chunks' sums, then one chunk and one strip of it.
 
-    A truncated row reads its strips' maxima twice and the strips that can hold what stays, ``top_k`` of them or, with
-    0, all that are listed; its list is counted at its largest.
+    A truncated row reads its strips' maxima and the strips that can hold what stays, ``top_k`` of them or, with 0, all
+    that are listed. Of its list one entry a strip is counted: a share of the bandwidth must not be flattered.
     """
     each = 12 + 8 * shape.chunks + _LAW
     if greedy:
@@ -68,7 +68,7 @@ def row_draw(shape: Shape, greedy: bool = False, top_k: int | None = None) -> in
     if top_k is None:
         return shape.rows * (each + shape.again * shape.item)
     read = min(top_k or LISTED_STRIPS, LISTED_STRIPS, shape.strips)
-    return shape.rows * (each + 12 + 8 * shape.strips + read * (8 + STRIP * shape.item) + 16 * LISTED)
+    return shape.rows * (each + 12 + 4 * shape.strips + read * (12 + STRIP * shape.item))
 
 
 def gumbel_pick(shape: Shape) -> int:
@@ -81,10 +81,10 @@ def match_tree(shape: Shape) -> int:
     return shape.batch * (9 * (shape.gamma + 1) + 24 * shape.gamma + 8 + 17)
 
 
-def _left(shape: Shape, places: int, dense: bool) -> int:
-    """Count what is left of p at ``places`` rows, and the draw from one of them a row of the batch."""
+def _left(shape: Shape, places: int, drawn: int, dense: bool) -> int:
+    """Count what is left of p at ``places`` rows, and the draw from ``drawn`` of them."""
     item = shape.item + shape.q_item * dense
-    return places * (shape.vocab * item + 8 * shape.chunks) + shape.batch * (8 * shape.chunks + shape.again * item)
+    return places * (shape.vocab * item + 8 * shape.chunks) + drawn * (8 * shape.chunks + shape.again * item)
 
 
 def _draft_sums(shape: Shape) -> int:
@@ -98,7 +98,7 @@ def reject_tree(shape: Shape, dense: bool, rejected: int | None = None) -> int:
     """
     rejected = shape.batch if rejected is None else rejected
     q = _draft_sums(shape) if dense else shape.batch * shape.gamma * shape.listed * 12
-    return match_tree(shape) + q + (_left(shape, rejected, dense) if rejected else 0)
+    return match_tree(shape) + q + _left(shape, rejected, rejected, dense)
 
 
 def siblings(shape: Shape, rejected: int, redrawn: int) -> int:
@@ -108,14 +108,14 @@ def siblings(shape: Shape, rejected: int, redrawn: int) -> int:
     """
     whole = shape.vocab * (shape.item + shape.q_item)
     q = shape.batch * (shape.vocab * shape.q_item + 8 * shape.chunks)
-    return match_tree(shape) + q + (rejected - redrawn) * whole + (_left(shape, redrawn, True) if redrawn else 0)
+    return match_tree(shape) + q + (rejected - redrawn) * whole + _left(shape, redrawn, redrawn, True)
 
 
 def block_chain(shape: Shape, dense: bool) -> int:
     """Count a block's verdict: a dense q asks what is left at every place, a listed one only where it ends."""
     q = _draft_sums(shape) if dense else shape.batch * shape.gamma * shape.listed * 12
     places = shape.batch * (shape.gamma if dense else 1)
-    return match_tree(shape) + q + _left(shape, places, dense) + 40 * shape.rows
+    return match_tree(shape) + q + _left(shape, places, shape.batch, dense) + 40 * shape.rows
 
 
 def typical_tree(shape: Shape) -> int:

@@ -23,8 +23,8 @@ class Line:
     """Hold one measurement. Units: milliseconds, bytes; ``share`` is of the copy bandwidth measured in the same run.
 
     ``path`` says what ran: ``triton``, or ``cpu`` for plain torch. On a GPU ``ms`` is the device's own time, from a
-    replayed graph; ``launched_ms`` and ``plain_ms`` hold the launches from Python as well. ``vocab`` is None where no
-    logits take part.
+    replayed graph; ``launched_ms`` and ``plain_ms`` hold the launches from Python as well. Where no graph could be
+    recorded ``launched_ms`` is None, and ``ms`` holds the launches too. ``vocab`` is None where no logits take part.
     """
 
     op: str

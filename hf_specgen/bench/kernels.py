@@ -39,7 +39,7 @@ QUICK = ((1, 8), (3,), (32_000,))
 END_TO_END = Shape(64, 3, 128_256)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 COPIED = {"cuda": 1 << 29, "cpu": 1 << 27}  # bytes
-FLUSHED = 1 << 28  # more than any cache holds
+FLUSHED = 1 << 29  # bytes, more than any cache holds
 BAD_INPUT, INTERRUPTED = 2, 130
 
 Call = Callable[[], object]
@@ -88,13 +88,15 @@ class Clock:
 
     def events(self, call: Call) -> float:
         """Return a GPU's median time between events around a call, caches flushed before each."""
-        flush = torch.empty(FLUSHED, dtype=torch.int8, device=self.device)
+        flush = torch.zeros(FLUSHED // 4, dtype=torch.float32, device=self.device)
         for _ in range(3):
             call()
         pairs = []
         for _ in range(self.repeats):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            flush.zero_()  # it also keeps the device busy while the call is being launched
+            # Read, not written: what is written would go to memory while the call is timed. It also keeps the device
+            # busy while the call is being launched.
+            flush.sum()
             start.record()
             call()
             end.record()
@@ -102,8 +104,8 @@ class Clock:
         torch.cuda.synchronize(self.device)
         return statistics.median(start.elapsed_time(end) for start, end in pairs)
 
-    def captured(self, call: Call) -> Call:
-        """Record a call's launches, to replay them without Python in between; the call itself where that fails."""
+    def captured(self, call: Call) -> Call | None:
+        """Record a call's launches, to replay them without Python in between; None where that fails."""
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         graph = torch.cuda.CUDAGraph()
@@ -116,7 +118,7 @@ class Clock:
                 call()
         except RuntimeError:
             torch.cuda.synchronize(self.device)
-            return call
+            return None
         return graph.replay
 
 
@@ -165,11 +167,13 @@ def _timed(case: Case, given: Inputs, bandwidth: float, clock: Clock) -> Line:
         if not cuda:
             ms, plain = clock.best(work.ours), clock.best(work.plain)
             return replace(line, ms=ms, moved=work.moved, share=work.moved / ms * 1e3 / bandwidth, plain_ms=plain)
-        ms, launched, plain = clock.events(clock.captured(work.ours)), clock.events(work.ours), clock.events(work.plain)
+        replayed, launched, plain = clock.captured(work.ours), clock.events(work.ours), clock.events(work.plain)
+        alone = None if replayed is None else clock.events(replayed)
     except torch.OutOfMemoryError:
         return replace(line, failed="out of memory")
-    share = work.moved / ms * 1e3 / bandwidth
-    return replace(line, ms=ms, moved=work.moved, share=share, plain_ms=plain, launched_ms=launched)
+    ms = launched if alone is None else alone
+    share, launches = work.moved / ms * 1e3 / bandwidth, None if alone is None else launched
+    return replace(line, ms=ms, moved=work.moved, share=share, plain_ms=plain, launched_ms=launches)
 
 
 def _verified(case: verify_cpu.Case, shape: Shape, bandwidth: float, repeats: int) -> Line:
@@ -223,6 +227,8 @@ def _choose_device(name: str | None) -> torch.device:
         raise SpecGenError("TRITON_INTERPRET is set: kernels would be interpreted, not timed. Unset it and run again.")
     if device.type == "cuda" and not ops.fuses(device):
         raise SpecGenError("Triton is not installed, or HF_SPECGEN_KERNELS forbids it: there is no kernel to time.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise SpecGenError(f"--device {name}: the GPUs here are cuda:0 to cuda:{torch.cuda.device_count() - 1}.")
     return device
 
 
@@ -295,8 +301,10 @@ def _report(plan: Plan, json_file: Path | None, plot: Path | None) -> None:
     Raises: typer.Exit with code 130 when the user interrupted.
     """
     notes = Console(stderr=True, highlight=False)
-    machine = describe_machine()
     cuda = plan.device.type == "cuda"
+    if cuda and plan.device.index is not None:
+        torch.cuda.set_device(plan.device)  # events and graphs are recorded on the current one
+    machine = describe_machine()
     place = machine["gpu"] if cuda else f"{machine['cpu']}, {machine['threads']} thread{'s' * (machine['threads'] > 1)}"
     path = "Triton kernels" if cuda else "the CPU path in plain torch; no GPU is measured"
     notes.print(f"{place}; torch {machine['torch']}, {plan.dtype}: {path}")

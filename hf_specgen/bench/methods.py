@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from hf_specgen.drafters.base import Drafter
+from hf_specgen.drafters.learned import LearnedDrafter
 from hf_specgen.drafters.prompt_lookup import PromptLookup
 from hf_specgen.drafters.small_model import SmallModel
 from hf_specgen.errors import SpecGenError
 from hf_specgen.generate import SpeculativeDecoding
+from hf_specgen.loading import load_drafter
 from hf_specgen.packing import prepack
 from hf_specgen.stats import AcceptanceStats
 
@@ -23,7 +25,7 @@ Load = Callable[[str], tuple[Any, Any]]
 
 PLAIN, STOCK, CONSTANT, OURS = "plain", "stock", "ours-constant", "ours"
 PLAIN_PREPACKED, OURS_PREPACKED = "plain-prepacked", "ours-prepacked"
-DRAFTERS = "prompt-lookup, small-model:<id or path>, none"
+DRAFTERS = "prompt-lookup, small-model:<id or path>, learned:<id or path>, none"
 
 
 @dataclass(frozen=True)
@@ -142,35 +144,51 @@ def on_model(model: Any, method: Method, name: str, label: str) -> Method:
 
 @dataclass(frozen=True)
 class DrafterChoice:
-    """Hold which drafter the user named, with the draft model loaded once; ``sample``: draw its drafts."""
+    """Hold which drafter the user named, with its weights loaded once; ``sample``: draw its drafts."""
 
     spec: str
     sample: bool = False
     rule: str = "rejection"
     model: Any = None
     tokenizer: Any = None
+    learned: LearnedDrafter | None = None
 
     @classmethod
     def parse(cls, spec: str, load: Load, sample: bool = False, rule: str = "rejection") -> DrafterChoice:
-        """Read ``prompt-lookup``, ``small-model:<id or path>`` or ``none``; ``load`` fetches the draft model.
+        """Read one of ``DRAFTERS``; ``load`` fetches a draft model, ``fitted`` what needs the target.
 
         Raises: SpecGenError for anything else, and for ``sample`` without a draft model.
         """
         kind, _, name = spec.partition(":")
         if kind == "small-model" and name:
             return cls(spec, sample, rule, *load(name))
+        if kind == "learned" and name:
+            return cls(spec, sample, rule)
         if spec not in {"prompt-lookup", "none"}:
             raise SpecGenError(f"the drafter {spec!r} is unknown. Give one of: {DRAFTERS}.")
         if sample:
             raise SpecGenError(
-                f"the drafter {spec!r} copies or drafts nothing. Only small-model:<id or path> can sample."
+                f"the drafter {spec!r} copies or drafts nothing. Only small-model: and learned:<id or path> can sample."
             )
         return cls(spec, sample, rule)
+
+    def fitted(self, target: Any) -> DrafterChoice:
+        """Return the choice with a learned drafter loaded for a target. Raises: SpecGenError when it does not fit."""
+        kind, _, name = self.spec.partition(":")
+        if kind != "learned":
+            return self
+        settings: dict[str, Any] = {"sample": True} if self.sample else {}
+        return replace(self, learned=load_drafter(name, target, **settings))
 
     def make(self, num_tokens: int | None = None) -> Drafter | None:
         """Build the drafter; ``num_tokens`` None leaves the draft length to it."""
         if self.spec == "none":
             return None
+        if self.learned is not None:
+            same_weights = copy.copy(self.learned)
+            same_weights.config = copy.deepcopy(self.learned.config)
+            same_weights.config.num_tokens = num_tokens or self.learned.config.num_tokens
+            return same_weights
         if self.model is None:
             return PromptLookup(num_tokens)
         return SmallModel(self.model, num_tokens, sample=self.sample, tokenizer=self.tokenizer)
@@ -182,7 +200,7 @@ class DrafterChoice:
     def stock(self, num_tokens: int) -> Method | None:
         """Build transformers' counterpart at a constant draft length, batch 1 only; None where it has none."""
         label = f"stock, {num_tokens} tokens"
-        if self.spec == "none":
+        if self.spec == "none" or self.learned is not None:
             return None
         if self.model is None:
             return stock_method(STOCK, label, max_rows=1, prompt_lookup_num_tokens=num_tokens)

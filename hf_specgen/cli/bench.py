@@ -154,7 +154,8 @@ def _methods(session: Session, batch_size: int, num_tokens: int, stock: bool | N
     methods = [plain_method()]
     theirs = session.drafter.stock(num_tokens)
     if stock and (theirs is None or batch_size > 1):
-        reason = "it knows no drafter none" if theirs is None else f"it decodes one row, --batch-size is {batch_size}"
+        unknown = f"it knows no drafter {session.drafter.spec}"
+        reason = unknown if theirs is None else f"it decodes one row, --batch-size is {batch_size}"
         raise SpecGenError(f"--stock: transformers' assisted decoding cannot take part: {reason}. Leave --stock out.")
     if theirs is not None and batch_size == 1 and stock is not False:
         methods.append(theirs)

@@ -14,7 +14,10 @@ import typer
 from typer.core import TyperGroup
 
 from hf_specgen.cli.bench import bench
+from hf_specgen.cli.card import card
+from hf_specgen.cli.convert import convert
 from hf_specgen.cli.generate import generate
+from hf_specgen.cli.inspect import inspect
 from hf_specgen.cli.verify import verify
 from hf_specgen.errors import SpecGenError
 
@@ -68,6 +71,9 @@ app = App(
 app.command()(generate)
 app.command()(bench)
 app.command()(verify)
+app.command()(inspect)
+app.command()(convert)
+app.command()(card)
 
 if __name__ == "__main__":
     app()

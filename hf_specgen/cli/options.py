@@ -26,14 +26,38 @@ class Rule(str, Enum):
     gumbel = "gumbel"
 
 
+class AuxLayer(str, Enum):
+    """Name what a checkpoint's layer ids mean: residual streams, or decoder layers (the stream after them)."""
+
+    boundary = "boundary"
+    layer_output = "layer_output"
+
+
+class OutLayout(str, Enum):
+    """Name a checkpoint layout that can be written."""
+
+    specgen = "specgen"
+    sglang = "sglang-eagle3"
+    vllm = "vllm-speculators"
+    eagle = "eagle"
+    medusa = "medusa"
+
+
+def convention(chosen: AuxLayer | None) -> str | None:
+    """Return a convention as ``load_drafter`` calls it."""
+    return None if chosen is None else chosen.name
+
+
 Target = Annotated[str, typer.Option(help="The model: demo (SmolLM2-135M-Instruct), a Hub id, or a folder.")]
-DrafterName = Annotated[str, typer.Option("--drafter", help="prompt-lookup, small-model:<id or folder>, or none.")]
+DrafterName = Annotated[
+    str, typer.Option("--drafter", help="prompt-lookup, small-model:<id or folder>, learned:<id or folder>, or none.")
+]
 NumTokens = Annotated[
     int | None, typer.Option(min=1, help="Draft that many tokens a round; by default as many as pay.")
 ]
 RuleName = Annotated[Rule, typer.Option("--rule", help="How sampled drafts are accepted.")]
 SampleDrafts = Annotated[
-    bool, typer.Option("--sample-drafts", help="Let a small model draw its drafts (needs sampling).")
+    bool, typer.Option("--sample-drafts", help="Let a small model or a learned drafter draw (needs sampling).")
 ]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Stop after that many new tokens.")]
 Temperature = Annotated[
@@ -57,3 +81,13 @@ PromptFile = Annotated[
 Limit = Annotated[int | None, typer.Option(min=1, help="At most that many prompts, taken evenly from the categories.")]
 Categories = Annotated[str | None, typer.Option(help="Only these categories, separated by commas.")]
 BatchSize = Annotated[int, typer.Option(min=1, help="Rows that are decoded together.")]
+CheckpointName = Annotated[
+    str, typer.Argument(help="A drafter: a folder, or owner/name on the Hub.", show_default=False)
+]
+AuxLayers = Annotated[
+    AuxLayer | None,
+    typer.Option(
+        "--aux-layer-convention", help="What the checkpoint's layer ids mean.  [default: as its producer means them]"
+    ),
+]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub repository.")]

@@ -126,7 +126,7 @@ def open_session(flags: ModelFlags) -> Session:
 
     choice = DrafterChoice.parse(flags.drafter, load, flags.sample_drafts, flags.rule.value)
     model, tokenizer = load(flags.target)
-    return Session(flags.target, model, tokenizer, choice)
+    return Session(flags.target, model, tokenizer, choice.fitted(model))
 
 
 def read_decoding(

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import index
 
+from transformers import PreTrainedModel
+
 from hf_specgen.costs import Costs, Rate
 from hf_specgen.draft import Draft, Round
 from hf_specgen.errors import SpecGenError
@@ -23,7 +25,19 @@ class Drafter(ABC):
     """
 
     hidden_layers: tuple[int, ...] = ()
-    """Which of the target's hidden states a round must carry (0 is the embedding output)."""
+    """Which of the target's hidden states a round must carry: boundary b is the residual stream after b decoder
+    layers (0: the embeddings), ``FINAL`` (-1) what the language-model head reads, after the final norm."""
+
+    @property
+    def draws(self) -> bool:
+        """Tell whether tokens are drawn from the drafter's own law when the target samples."""
+        return False
+
+    def attach(self, model: PreTrainedModel) -> None:  # noqa: B027 - most drafters need nothing of the target
+        """Learn whose text is drafted; called before ``begin`` of every ``generate()``.
+
+        Raises: ``IncompatibleDrafter`` for a target it does not fit.
+        """
 
     @abstractmethod
     def begin(self, sequences: Sequences) -> None:
@@ -102,3 +116,40 @@ class DraftLength:
             if proposed:
                 full = len(path) == proposed
                 self.current[row] = self.current[row] + 2 if full else max(1, self.current[row] - 1)
+
+
+_REST = 16
+
+
+@dataclass
+class Pace:
+    """Decide before each round how many tokens every row drafts, and rest for a while when none would pay."""
+
+    length: DraftLength
+    rate: Rate
+    _rest: int = 0
+    _pause: int = 0
+
+    def wanted(self, space: Sequence[int], remaining: Sequence[int]) -> list[int]:
+        """Return each row's draft length, within its ``space``; ``remaining[r]`` is what row r may yet write."""
+        bounds = self.length.bounds(space)
+        if self._rest > 0:
+            self._rest -= 1
+            return [0] * len(bounds)
+        wanted = self.length.cut(bounds, [self.rate] * len(bounds), remaining)
+        if any(wanted) or not any(bounds):
+            self._pause = 0 if any(wanted) else self._pause
+            return wanted
+        self._pause = max(_REST, 2 * self._pause)  # it does not pay now: rest, then try one token again
+        self._rest = self._pause
+        return [min(1, bound) for bound in bounds] if self._pause > _REST else wanted
+
+    def observe(self, round: Round) -> None:
+        """Learn from a round how often drafted tokens are accepted."""
+        self.length.observe(round)
+        for proposed, path in zip(round.proposed, round.paths, strict=True):
+            if proposed:
+                self.rate.observe(len(path), min(proposed, len(path) + 1))
+        tried, right = sum(round.proposed), sum(map(len, round.paths))
+        if self._rest > 0 and tried and 2 * right >= tried:  # a trial went well: try again at once, at the same pause
+            self._rest, self._pause = 0, self._pause // 2

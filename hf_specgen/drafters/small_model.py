@@ -12,12 +12,10 @@ from hf_specgen import ops
 from hf_specgen.coins import DRAFT
 from hf_specgen.costs import Costs, Rate
 from hf_specgen.draft import DenseQ, Draft, Round, Tree, spread
-from hf_specgen.drafters.base import Drafter, DraftLength
+from hf_specgen.drafters.base import Drafter, DraftLength, Pace
 from hf_specgen.errors import IncompatibleDrafter
 from hf_specgen.forward import CachedModel
 from hf_specgen.sequences import Sequences
-
-_REST = 16
 
 
 class SmallModel(Drafter):
@@ -47,6 +45,11 @@ class SmallModel(Drafter):
         settings = model.config.get_text_config(decoder=True).to_dict()
         self.context = int(settings.get("max_position_embeddings") or settings.get("n_positions") or 1 << 30)
 
+    @property
+    def draws(self) -> bool:
+        """Tell whether ``sample`` was asked for."""
+        return self.sample
+
     def begin(self, sequences: Sequences) -> None:
         """Check the vocabularies and start with empty rows; the prompt is read at the first proposal."""
         if self.tokenizer is not None and sequences.tokenizer is not None:
@@ -60,14 +63,13 @@ class SmallModel(Drafter):
             schedule = "constant"  # what is drawn depends on the length, and the neighbours must not set it
         request = replace(asked, schedule=schedule)
         number = self.num_tokens if self.num_tokens is not None else own.num_assistant_tokens
-        self._length = DraftLength.choose(request, number, 4 if schedule == "constant" else 8, costs)
-        self._length.begin(rows)
+        length = DraftLength.choose(request, number, 4 if schedule == "constant" else 8, costs)
+        length.begin(rows)
+        self._pace = Pace(length, Rate(0.6, 0.7))
         settings = (asked.confidence, self.confidence, own.assistant_confidence_threshold)
         self._confidence = next((value for value in settings if value is not None), 0.0)
         reserve = min(max(sequences.lengths) + sequences.budget + 1, self.context)
         self._cached = CachedModel(self.model, rows, reserve)
-        self._rate = Rate(0.6, 0.7)
-        self._rest = self._pause = 0
         self._live = list(range(rows))
         self._base = [0] * rows
 
@@ -101,18 +103,12 @@ class SmallModel(Drafter):
 
     def observe(self, round: Round) -> None:
         """Roll the drafter's cache back to the accepted tokens and learn how often they are."""
-        self._length.observe(round)
+        self._pace.observe(round)
         lengths = [
             base + min(length - base, len(round.paths[row]))
             for base, length, row in zip(self._base, self._cached.lengths, self._live, strict=True)
         ]
         self._cached.cache.crop_rows(lengths)
-        for proposed, path in zip(round.proposed, round.paths, strict=True):
-            if proposed:
-                self._rate.observe(len(path), min(proposed, len(path) + 1))
-        tried, right = sum(round.proposed), sum(map(len, round.paths))
-        if self._rest > 0 and tried and 2 * right >= tried:  # a trial went well: try again at once, at the same pause
-            self._rest, self._pause = 0, self._pause // 2
 
     def _wanted(self, sequences: Sequences) -> list[int]:
         """Return each row's draft length: within its budget, the drafter's context, and what pays."""
@@ -120,17 +116,7 @@ class SmallModel(Drafter):
             max(0, min(room, self.context - length))
             for room, length in zip(sequences.room, sequences.lengths, strict=True)
         ]
-        bounds = self._length.bounds(space)
-        if self._rest > 0:
-            self._rest -= 1
-            return [0] * len(bounds)
-        wanted = self._length.cut(bounds, [self._rate] * len(bounds), sequences.remaining)
-        if any(wanted) or not any(bounds):
-            self._pause = 0 if any(wanted) else self._pause
-            return wanted
-        self._pause = max(_REST, 2 * self._pause)  # it does not pay now: rest, then try one token again
-        self._rest = self._pause
-        return [min(1, bound) for bound in bounds] if self._pause > _REST else wanted
+        return self._pace.wanted(space, sequences.remaining)
 
     def _catch_up(self, sequences: Sequences, wanted: list[int]) -> Tensor:
         """Feed every token the drafter has not read; return the logits ``(B, V_draft)`` after each row's newest."""

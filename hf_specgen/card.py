@@ -1,0 +1,321 @@
+"""Write the model card of a drafter: what it is, how to load it, what was measured. Missing figures are left out."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCardData
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from hf_specgen.drafter_config import DrafterConfig
+from hf_specgen.errors import SpecGenError
+from hf_specgen.formats.base import ReadOptions
+from hf_specgen.hub import Report, open_checkpoint
+
+CARD = "README.md"
+TEMPLATE = "template.md.jinja"
+BENCH_SCHEMA = "hf_specgen.bench/1"
+METHODS = {"medusa": "Medusa heads", "eagle": "EAGLE", "eagle3": "EAGLE-3"}
+LOSSY_RULES = ("typical", "threshold")
+OTHER_DRAFTERS = ("prompt-lookup", "small-model", "none")
+POSITIONS = 8  # of a draft that are shown
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+_NOT_RUN = "Follows the documentation of {0}; the program that wrote this card did not run it."
+
+
+@dataclass(frozen=True)
+class CardOptions:
+    """Hold what a card says beyond the checkpoint itself.
+
+    ``base_model``: the target's repository, by default the one the drafter was made for. ``bench``: reports of
+    ``hf-specgen bench``, as they were read from JSON.
+    """
+
+    name: str = ""
+    base_model: str = ""
+    license: str = ""
+    datasets: tuple[str, ...] = ()
+    bench: tuple[Mapping[str, Any], ...] = ()
+
+
+def write_card(folder: str | Path, options: CardOptions | None = None, overwrite: bool = False) -> Path:
+    """Write README.md beside a drafter's files, from its config and from bench reports.
+
+    Raises: ``SpecGenError`` when there is one and ``overwrite`` is not given, or for a report of another drafter;
+    ``IncompatibleDrafter`` when the folder holds no drafter.
+    """
+    path = Path(folder) / CARD
+    if path.exists() and not overwrite:
+        raise SpecGenError(f"{path} exists and stays as it is: remove it, or ask for it to be overwritten.")
+    text = render_card(open_checkpoint(folder, ReadOptions()).report, options or CardOptions())
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def render_card(report: Report, options: CardOptions) -> str:
+    """Return a card's text. Raises: ``SpecGenError`` for a bench report that is none, or of another drafter."""
+    config = report.config
+    target = options.base_model or hub_name(config)
+    name = options.name or Path(report.source).resolve().name
+    templates = Environment(
+        loader=FileSystemLoader(card_folder()), undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False
+    )
+    return templates.get_template(TEMPLATE).render(
+        front_matter=front_matter(config, target, options),
+        title=name.rpartition("/")[2] or name,
+        summary=_summary(config, target),
+        facts=_facts(report, target),
+        python=_python(config, name, target),
+        tools=_tools(report, name, target),
+        measured=[_measured(found) for found in options.bench],
+        limits=_limits(report),
+        license=_license(options, target),
+    )
+
+
+def card_folder() -> Path:
+    """Return where the templates are: inside the package when installed, beside it in the source tree."""
+    package = Path(__file__).resolve().parent
+    inside = package / "model_cards"
+    return inside if inside.is_dir() else package.parent / "model_cards"
+
+
+def hub_name(config: DrafterConfig) -> str:
+    """Return the target's repository, or nothing where the name is a path of somebody's machine."""
+    name = str(config.target.get("name") or "")
+    return name if is_repository(name) else ""
+
+
+def is_repository(name: str) -> bool:
+    """Tell whether a name may be published: owner/name on the Hub, and no folder here."""
+    return bool(_REPOSITORY.fullmatch(name)) and not name.startswith(".") and not Path(name).exists()
+
+
+def front_matter(config: DrafterConfig, target: str, options: CardOptions) -> str:
+    """Return the YAML that the Hub reads; keys without a value are left out."""
+    relation: dict[str, Any] = {"base_model_relation": "adapter"} if target else {}
+    tags = ["speculative-decoding", "speculative-decoding-draft", "draft-model", config.method, "hf_specgen"]
+    data = ModelCardData(
+        library_name="hf_specgen",
+        base_model=target or None,
+        pipeline_tag="text-generation",
+        tags=tags,
+        datasets=list(options.datasets) or None,
+        license=options.license or None,
+        **relation,
+    )
+    return str(data.to_yaml()).strip()
+
+
+def _summary(config: DrafterConfig, target: str) -> str:
+    return (
+        f"A drafter for speculative decoding ({METHODS.get(config.method, config.method)}). It proposes tokens that "
+        f"{f'[{target}](https://huggingface.co/{target})' if target else 'its target'} checks several at a time; what "
+        "is written keeps the target's own distribution. It writes no text by itself."
+    )
+
+
+def _facts(report: Report, target: str) -> list[tuple[str, str]]:
+    config = report.config
+    sizes = f"hidden size {config.target_hidden_size}, vocabulary {config.vocab_size}"
+    rows = [
+        ("target", f"`{target}`" if target else ""),
+        ("target's revision", _code(config.target.get("revision"))),
+        ("target's fingerprint", _code(config.target.get("fingerprint"))),
+        ("target's sizes", sizes),
+        ("method", METHODS.get(config.method, config.method)),
+        ("parameters", f"{report.parameters:,}"),
+        ("reads", "; ".join(report.needs[1:])),
+    ]
+    if config.method == "medusa":
+        rows.append(("heads", f"{config.num_heads} of {config.num_head_layers} residual block(s)"))
+    else:
+        rows.append(("layers", f"{config.num_hidden_layers} of hidden size {config.hidden_size} ({config.layer_type})"))
+        rows.append(("positions", f"up to {config.max_position_embeddings}"))
+    if config.reduces_vocabulary:
+        rows.append(("draft vocabulary", f"{config.draft_vocab_size} of {config.vocab_size} ids"))
+    if config.num_tokens:
+        rows.append(("tokens per draft", str(config.num_tokens)))
+    if config.tree and not isinstance(config.tree, list):
+        rows.append(("tree", f"`{config.tree}`"))
+    if isinstance(config.tree, list):
+        rows.append(("tree", f"static, {len(config.tree)} paths"))
+    return [(label, value) for label, value in rows if value]
+
+
+def _code(value: Any) -> str:
+    return f"`{value}`" if value else ""
+
+
+def _python(config: DrafterConfig, name: str, target: str) -> list[str]:
+    model = target or "<the target>"
+    return [
+        "import hf_specgen",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        f'model = AutoModelForCausalLM.from_pretrained("{model}")',
+        f'tokenizer = AutoTokenizer.from_pretrained("{model}")',
+        f'drafter = hf_specgen.load_drafter("{name}", target=model)',
+        "",
+        "hf_specgen.enable(model)",
+        'chat = [{"role": "user", "content": "..."}]  # the format that the drafter saw in training accepts most',
+        "inputs = tokenizer.apply_chat_template(",
+        '    chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"',
+        ")",
+        "out = model.generate(**inputs, assistant_model=drafter, max_new_tokens=256)",
+        "print(tokenizer.decode(out[0]), out.speculation.mean_acceptance_length)",
+    ]
+
+
+def _tools(report: Report, name: str, target: str) -> list[dict[str, Any]]:
+    """Return how to serve the drafter elsewhere: as it lies there where that is read, else converted first."""
+    config, model = report.config, target or "<the target>"
+    if config.method == "medusa":
+        lines = [f"hf-specgen convert {name} out --to medusa", f"text-generation-launcher --model-id {model} ..."]
+        return [{"name": "Text Generation Inference", "text": _NOT_RUN.format("TGI"), "lines": lines}]
+    tokens, first, pairs = config.num_tokens or 3, config.aux_layer_boundaries[:1], config.method == "eagle3"
+    ours = report.layout == "specgen" and pairs
+    place, before = _place(name, ours, "vllm-speculators" if pairs else "eagle")
+    settings = f"""{{"method": "{config.method}", "model": "{place}", "num_speculative_tokens": {tokens}}}"""
+    vllm = [*before, f"vllm serve {model} --speculative-config \\", f"  '{settings}'"]
+    # SGLang adds one to the layer ids if, and only if, the first is 1: the boundary 1 cannot be told
+    place, before = _place(name, ours and first == [2], "sglang-eagle3" if pairs else "eagle")
+    sglang = [
+        *before,
+        f"python -m sglang.launch_server --model-path {model} --speculative-algorithm {config.method.upper()} \\",
+        f"  --speculative-draft-model-path {place} --speculative-num-steps {tokens} --speculative-eagle-topk 1 \\",
+        f"  --speculative-num-draft-tokens {tokens + 1}",
+    ]
+    found = {"vLLM": vllm} if first == [1] else {"vLLM": vllm, "SGLang": sglang}
+    return [{"name": title, "text": _NOT_RUN.format(title), "lines": lines} for title, lines in found.items()]
+
+
+def _place(name: str, as_it_is: bool, layout: str) -> tuple[str, list[str]]:
+    """Return what a server is pointed at, and the command before it."""
+    return (name, []) if as_it_is else ("out", [f"hf-specgen convert {name} out --to {layout}"])
+
+
+def _measured(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn a bench report into the tables of a card."""
+    if report.get("schema") != BENCH_SCHEMA or "ours" not in report.get("methods", {}):
+        raise SpecGenError(
+            f"a report of schema {report.get('schema')!r} is no result of this program: the report.json that "
+            f"`hf-specgen bench --out FOLDER` writes ({BENCH_SCHEMA}) is required."
+        )
+    drafter = report.get("drafter", {})
+    if str(drafter.get("name", "")).partition(":")[0] in OTHER_DRAFTERS:
+        raise SpecGenError(
+            f"the report measured {drafter['name']}, not this drafter: its figures do not belong on this card."
+        )
+    ours, plain = report["methods"]["ours"], report["methods"].get("plain", {})
+    rates = ((ours.get("acceptance") or {}).get("acceptance_rates") or [])[:POSITIONS]
+    rule = str(drafter.get("rule", ""))
+    columns, rows = _speed_rows(ours, plain)
+    return {
+        "heading": _heading(report),
+        "conditions": _conditions(report),
+        "lossy": rule if rule in LOSSY_RULES else "",
+        "columns": columns,
+        "rules": ["---", *["---:"] * (len(columns) - 1)],
+        "rows": rows,
+        "positions": list(range(1, len(rates) + 1)),
+        "rates": [f"{rate:.2f}" for rate in rates],
+        "identity": _identity(ours),
+    }
+
+
+def _heading(report: Mapping[str, Any]) -> str:
+    machine, target = report.get("machine", {}), report.get("target", {})
+    device = machine.get("gpu") if target.get("device") != "cpu" and machine.get("gpu") else machine.get("cpu")
+    return ", ".join(str(part) for part in (device, target.get("dtype")) if part) or "One run"
+
+
+def _conditions(report: Mapping[str, Any]) -> str:
+    machine, settings = report.get("machine", {}), report.get("settings", {})
+    decoding, target = settings.get("decoding", {}), report.get("target", {})
+    name = target.get("name")
+    heat = "greedy" if settings.get("greedy") else f"temperature {decoding.get('temperature')}"
+    parts = [
+        _told("target", Path(name).name if name and not is_repository(name) else name),
+        _told("batch", settings.get("batch_size")),
+        heat if "greedy" in settings else "",
+        _told("", decoding.get("max_new_tokens"), " new tokens"),
+        _told("", len(report.get("prompts", ())) or None, " prompts"),
+        {True: "chat template", False: "no chat template"}.get(settings.get("chat"), ""),
+        _told("", machine.get("cores"), " cores") if target.get("device") == "cpu" else "",
+        _told("", machine.get("threads"), " threads") if target.get("device") == "cpu" else "",
+        *(_told(name, machine.get(name)) for name in ("torch", "transformers", "hf_specgen")),
+    ]
+    return ", ".join(part for part in parts if part) + "."
+
+
+def _told(label: str, value: Any, unit: str = "") -> str:
+    return "" if value is None else f"{label} {value}{unit}".strip()
+
+
+def _speed_rows(ours: Mapping[str, Any], plain: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Return the columns that have figures, and a row per category with the total last."""
+    baseline, kinds = plain.get("categories", {}), ours.get("categories", {})
+    parts = [(name, part, baseline.get(name, {})) for name, part in kinds.items()] if len(kinds) > 1 else []
+    parts.append(("all", ours, plain))
+    cells = {
+        "plain tokens/s": [_number(base.get("tokens_per_second"), ".1f") for _, _, base in parts],
+        "tokens/s": [_number(part.get("tokens_per_second"), ".1f") for _, part, _ in parts],
+        "speed-up (95 % interval)": [_speedup(part) for _, part, _ in parts],
+        "acceptance length": [_accepted(part, "mean_acceptance_length") for _, part, _ in parts],
+        "tokens per round": [_accepted(part, "tokens_per_round") for _, part, _ in parts],
+        "prompts": [_number(part.get("prompts"), "d") for _, part, _ in parts],
+    }
+    kept = {name: column for name, column in cells.items() if any(column)}
+    rows = [[parts[place][0], *(column[place] for column in kept.values())] for place in range(len(parts))]
+    return ["prompts of kind", *kept], rows
+
+
+def _number(value: Any, form: str) -> str:
+    return "" if value is None or (isinstance(value, float) and not math.isfinite(value)) else format(value, form)
+
+
+def _speedup(part: Mapping[str, Any]) -> str:
+    value, interval = part.get("speedup"), part.get("speedup_ci95")
+    text = "" if value is None else f"{value:.2f}x"
+    return f"{text} ({interval[0]:.2f}-{interval[1]:.2f})" if text and interval else text
+
+
+def _accepted(part: Mapping[str, Any], name: str) -> str:
+    return _number((part.get("acceptance") or {}).get(name), ".2f")
+
+
+def _identity(ours: Mapping[str, Any]) -> str:
+    same, parts = ours.get("identical"), ours.get("divergences") or []
+    gaps = [part.get("shortfall") for part in parts]
+    known = bool(gaps) and None not in gaps
+    where = f"; the others part at a logit gap of at most {max(gaps):.3f}" if known else ""
+    return f"Texts identical to plain greedy: {same['same']} of {same['compared']}{where}." if same else ""
+
+
+def _limits(report: Report) -> list[str]:
+    config = report.config
+    lines = [
+        "It fits this target alone: other sizes are refused, another fingerprint is warned about: the text stays "
+        "exact, fewer drafts are accepted.",
+        "Acceptance depends on prompts, language, chat template, temperature and context length; it falls where these "
+        "differ from training.",
+    ]
+    if config.method != "medusa":
+        lines.append(f"It was made for texts of up to {config.max_position_embeddings} tokens.")
+    if config.reduces_vocabulary:
+        lines.append(
+            f"It can draft {config.draft_vocab_size} of {config.vocab_size} token ids; the others end a draft."
+        )
+    lines.append('Lossy rules such as `rule="typical"` are opt-in and do not keep the target\'s distribution.')
+    return [*lines, *report.warnings]
+
+
+def _license(options: CardOptions, target: str) -> str:
+    own = f"`{options.license}`." if options.license else "None is stated."
+    return f"{own} The license of {f'`{target}`' if target else 'the target'} and of what it writes applies beside it."

@@ -1,0 +1,116 @@
+"""``hf-specgen convert``: from one checkpoint layout to another."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hf_specgen.cli import options
+from hf_specgen.cli.inspect import read_facts
+from hf_specgen.cli.options import OutLayout
+from hf_specgen.errors import SpecGenError
+
+if TYPE_CHECKING:
+    from hf_specgen.formats.base import Checkpoint
+
+OutFolder = Annotated[Path, typer.Argument(help="The folder that is written.", show_default=False)]
+To = Annotated[OutLayout, typer.Option("--to", help="The layout that is written.", show_default=False)]
+TargetName = Annotated[
+    str | None,
+    typer.Option("--target", help="The model it drafts for: its depth settles layers that the checkpoint leaves open."),
+]
+Force = Annotated[
+    bool,
+    typer.Option("--force", help="Replace the checkpoint in a folder that is not empty; its other files stay."),
+]
+
+
+def convert(
+    checkpoint: options.CheckpointName,
+    folder: OutFolder,
+    to: To,
+    target: TargetName = None,
+    aux_layer_convention: options.AuxLayers = None,
+    revision: options.Revision = None,
+    force: Force = False,
+) -> None:
+    """Write a drafter in another layout. Every tensor is accounted for; the folder is complete or untouched."""
+    from hf_specgen.drafters.learned import check_fit
+    from hf_specgen.formats.base import ReadOptions, layout_named
+    from hf_specgen.hub import open_checkpoint
+
+    check_replaceable(folder, force)
+    facts = read_facts(target)
+    opened = open_checkpoint(
+        checkpoint, ReadOptions(facts, options.convention(aux_layer_convention)), {"revision": revision}
+    )
+    if target is not None:
+        check_fit(opened.config, facts)
+    found = opened.read()
+    with replaced(folder) as fresh:
+        layout_named(to.value).write(found, fresh)
+    _tell(found, folder, to.value)
+
+
+def check_replaceable(folder: Path, force: bool) -> None:
+    """Refuse to write into a folder that holds something. Raises: ``SpecGenError``."""
+    if folder.exists() and not folder.is_dir():
+        raise SpecGenError(f"{folder} is a file: give the name of a folder.")
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    if not force:
+        raise SpecGenError(f"{folder} is not empty: give another folder, or --force to replace the checkpoint in it.")
+    if not (folder / "config.json").is_file():
+        raise SpecGenError(f"{folder} holds no config.json, so it is no checkpoint to replace: give another folder.")
+
+
+@contextmanager
+def replaced(folder: Path) -> Iterator[Path]:
+    """Yield a fresh folder beside ``folder`` that takes its place when the block ends well, and goes otherwise.
+
+    Files of the old one that are neither config nor weights stay.
+    """
+    from hf_specgen.files import is_weights
+
+    place = folder.resolve()
+    place.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
+    fresh, old = beside / "new", beside / "old"
+    try:
+        fresh.mkdir()
+        yield fresh
+        if place.exists():
+            for entry in place.iterdir():
+                if entry.name != "config.json" and not is_weights(entry.name) and not (fresh / entry.name).exists():
+                    _copy(entry, fresh / entry.name)
+            os.replace(place, old)
+        try:
+            os.replace(fresh, place)
+        except OSError:
+            if old.exists():
+                os.replace(old, place)
+            raise
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _copy(source: Path, place: Path) -> None:
+    if source.is_dir() and not source.is_symlink():
+        shutil.copytree(source, place, symlinks=True)
+    else:
+        shutil.copy2(source, place, follow_symlinks=False)
+
+
+def _tell(found: Checkpoint, folder: Path, layout: str) -> None:
+    from hf_specgen.cli.session import note
+
+    for line in (*found.notes, *(f"warning: {text}" for text in found.warnings)):
+        note(line)
+    typer.echo(f"{folder}: {layout}, from {found.layout}, {len(found.tensors)} tensors")

@@ -1,0 +1,133 @@
+"""Eagle3Drafter: EAGLE-3, a decoder layer over features fused from several layers of the target, with its own head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from hf_specgen.cache import SlotCache
+from hf_specgen.drafter_config import DrafterConfig
+from hf_specgen.drafters.features import FeatureDrafter
+from hf_specgen.drafters.layers import DraftLayer, LayerClasses, PairLayer
+from hf_specgen.errors import IncompatibleDrafter, SpecGenError
+
+_FUSED = 3
+_LEAST_LAYERS = 7  # with fewer the three default boundaries are not distinct
+
+
+class Eagle3Drafter(FeatureDrafter):
+    """Draft with EAGLE-3: low, middle and high features of the target are fused, own states are fed back.
+
+    ``config.norm_before_fc`` norms the joined features, ``fc_norm`` each of them; ``norm_before_residual`` starts the
+    residual stream at the normed feature; ``norm_output`` feeds back the normed state. Without
+    ``aux_layer_boundaries`` they are (2, n // 2, n - 3) of the target's n layers.
+    Source: Li et al. 2025, "EAGLE-3: scaling up inference acceleration of LLMs via training-time test".
+    """
+
+    method = "eagle3"
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__(config)
+        _check(config)
+        hidden, target = config.hidden_size, config.target_hidden_size
+        norm = LayerClasses.of(config.layer_type).norm
+        fused = len(config.aux_layer_boundaries) or _FUSED
+        if config.own_embedding:
+            self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
+        if config.norm_before_fc:
+            self.input_norm = norm(fused * target, eps=config.rms_norm_eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(norm(target, eps=config.rms_norm_eps) for _ in range(fused))
+        self.fc = nn.Linear(fused * target, hidden, bias=config.fc_bias)
+        self.midlayer = PairLayer(self.layer_config, config.layer_type, config.norm_before_residual)
+        further = range(1, config.num_hidden_layers)
+        self.layers = nn.ModuleDict(
+            {str(index): DraftLayer(self.layer_config, config.layer_type, index) for index in further}
+        )
+        self.norm = norm(hidden, eps=config.rms_norm_eps)
+        if config.own_head:
+            self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
+        if config.reduces_vocabulary:
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+            self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
+        self.post_init()
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:  # type: ignore[override]
+        """Return the boundaries of the target that are fused, in order."""
+        return tuple(self.config.aux_layer_boundaries) or self._default_boundaries()
+
+    def fuse(self, hidden: tuple[Tensor, ...]) -> Tensor:
+        """Join the target's features and bring them to the drafter's size."""
+        parts = [layer.to(self.fc.weight.dtype) for layer in hidden]
+        if self.config.fc_norm:
+            parts = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
+        joined = torch.cat(parts, -1)
+        features: Tensor = self.fc(self.input_norm(joined) if self.config.norm_before_fc else joined)
+        return features
+
+    def step(
+        self, tokens: Tensor, features: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache | None
+    ) -> Tensor:
+        """Run the layers over tokens beside features, see ``FeatureDrafter``."""
+        rope = self.rotary(features, positions)
+        states = self.midlayer.pair(self.embed(tokens).to(features.dtype), features, rope, mask, cache)
+        for layer in self.layers.values():
+            states = layer(states, rope, mask, cache)
+        return self._normed(states) if self.config.norm_output else states
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Score states over the drafter's own vocabulary."""
+        scores = self.score(states if self.config.norm_output else self._normed(states))
+        return scores if self.config.own_head else scores[..., : self.config.vocab_size]
+
+    def to_target(self, ids: Tensor) -> Tensor:
+        """Return the target's ids of the drafter's; negative ones stay."""
+        if not self.config.reduces_vocabulary:
+            return ids
+        return torch.where(ids < 0, ids, ids + self._offsets[ids.clamp(min=0)])
+
+    @property
+    def target_ids(self) -> Tensor | None:
+        """Return the target's id of each of the drafter's ids, None when they are the same."""
+        if not self.config.reduces_vocabulary:
+            return None
+        return self._offsets + torch.arange(self.config.draft_vocab_size, device=self._offsets.device)
+
+    @property
+    def _offsets(self) -> Tensor:
+        return self.get_buffer("d2t")
+
+    def _normed(self, states: Tensor) -> Tensor:
+        normed: Tensor = self.norm(states)
+        return normed
+
+    def _default_boundaries(self) -> tuple[int, ...]:
+        known = self._parts.facts.num_layers if self._parts is not None else self.config.target.get("num_layers", 0)
+        if not known:
+            return ()
+        if known < _LEAST_LAYERS:
+            raise IncompatibleDrafter(
+                f"the target has {known} layers, and the default boundaries (2, n // 2, n - 3) need {_LEAST_LAYERS}: "
+                "give aux_layer_boundaries=[...]."
+            )
+        return (2, known // 2, known - 3)
+
+
+def _check(config: DrafterConfig) -> None:
+    """Refuse a configuration that contradicts itself."""
+    reasons = {
+        "norm_before_fc and fc_norm are both set: they exclude each other": config.norm_before_fc and config.fc_norm,
+        "own_embedding=False with another hidden size than the target's: the target's embedding does not fit": (
+            not config.own_embedding and config.hidden_size != config.target_hidden_size
+        ),
+        "own_head=False with another hidden size than the target's: the target's head does not fit": (
+            not config.own_head and config.hidden_size != config.target_hidden_size
+        ),
+        "own_head=False with a reduced vocabulary: the target's head has no such rows": (
+            not config.own_head and config.reduces_vocabulary
+        ),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise SpecGenError(f"method 'eagle3' got {reason}.")

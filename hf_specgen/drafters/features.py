@@ -1,0 +1,249 @@
+"""FeatureDrafter: what EAGLE-like drafters share. They predict the target's next feature from its last one and a token.
+
+Feature i of the target is paired with token i + 1; the drafter's layers run over these pairs, pair i at position i,
+and pair i foretells token i + 2. Pairs of accepted tokens are always fed again with the target's own features.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import abstractmethod
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_specgen.cache import SlotCache
+from hf_specgen.costs import Costs, Rate
+from hf_specgen.draft import DenseQ, Draft, Round, Tree, spread
+from hf_specgen.drafter_config import DrafterConfig
+from hf_specgen.drafters.base import DraftLength, Pace
+from hf_specgen.drafters.growing import Grower, Laws, Plan
+from hf_specgen.drafters.layers import Rotary
+from hf_specgen.drafters.learned import LearnedDrafter
+from hf_specgen.drafters.pairs import PairCache
+from hf_specgen.drafters.trees import DynamicShape, Shape, StaticShape, parse_shape
+from hf_specgen.errors import IncompatibleDrafter, SpecGenError
+from hf_specgen.sequences import Sequences
+
+_DEEPEST = 8
+_CONSTANT = 4
+_MOST_PENDING = 256  # columns of hidden states that wait while the drafter rests
+
+
+class FeatureDrafter(LearnedDrafter):
+    """Draft token by token with decoder layers that are fed the target's features, their own beyond the text.
+
+    ``config.tree`` None means a chain on CPUs and a dynamic tree elsewhere (the latter unmeasured). A chain is as long
+    as pays by the acceptance seen in the call, or ``num_tokens`` long. ``costs`` replaces the assumed costs,
+    ``confidence`` ends a row of a chain where the best token's probability is lower.
+    """
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__(config)
+        self.layer_config = config.layer_config()
+        self.rotary = Rotary(self.layer_config, config.layer_type)
+        self.costs: Costs | None = None
+        self.confidence: float | None = None
+        self._session: Session | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to a call."""
+        return {**super().__getstate__(), "_session": None}
+
+    @abstractmethod
+    def fuse(self, hidden: tuple[Tensor, ...]) -> Tensor:
+        """Make features ``(B, S, H)`` of the target's ``hidden_layers``, one ``(B, S, D)`` each."""
+
+    @abstractmethod
+    def step(
+        self, tokens: Tensor, features: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache | None
+    ) -> Tensor:
+        """Run the layers over pairs and return what is fed back as the next features, ``(B, S, H)``.
+
+        Shapes: ``tokens (B, S)`` target ids, ``features (B, S, H)``, ``positions (B or 1, S)``, ``mask`` bool
+        ``(B or 1, 1, S, T)``.
+        """
+
+    @abstractmethod
+    def logits(self, states: Tensor) -> Tensor:
+        """Return logits over the drafter's ids ``(B, S, V_draft)`` of what ``step`` returned."""
+
+    def to_target(self, ids: Tensor) -> Tensor:
+        """Return the target's ids of the drafter's; negative ones stay."""
+        return ids
+
+    @property
+    def target_ids(self) -> Tensor | None:
+        """Return the target's id of each of the drafter's ids, None when they are the same."""
+        return None
+
+    @property
+    def draws(self) -> bool:
+        """Tell whether ``config.sample`` asks for drawn tokens."""
+        return self.config.sample
+
+    def begin(self, sequences: Sequences) -> None:
+        """Start with empty rows; the prompt's features come with round zero.
+
+        Raises: ``IncompatibleDrafter`` on another device than the target's, ``SpecGenError`` for a dynamic tree of
+        drawn tokens or a threshold for trees.
+        """
+        self._session = None
+        device = self.parts.device
+        mine = next(self.parameters()).device
+        if mine != device:
+            raise IncompatibleDrafter(
+                f"the drafter is on {mine} and the target's embedding on {device}: one device is required. Call "
+                f"drafter.to({str(device)!r})."
+            )
+        session = Session(self, sequences)
+        self._session = session
+        own, theirs = weakref.ref(self), weakref.ref(session)
+        weakref.finalize(sequences, _forget, own, theirs)  # interrupted or finished: the call leaves nothing behind
+
+    def propose(self, sequences: Sequences) -> Draft:
+        """Read the target's features of what was accepted, then draft for the rows that are not finished."""
+        return self.session.propose(sequences)
+
+    def observe(self, round: Round) -> None:
+        """Keep the target's features, and learn how often drafts are accepted."""
+        self.session.observe(round)
+
+    @property
+    def session(self) -> Session:
+        """Return what the running call keeps. Raises: ``SpecGenError`` when there is none."""
+        if self._session is None:
+            raise SpecGenError(f"{type(self).__name__} drafts inside generate() only: begin() comes first.")
+        return self._session
+
+
+class Session:
+    """Keep what one ``generate()`` needs: pairs, shape, pace."""
+
+    def __init__(self, drafter: FeatureDrafter, sequences: Sequences) -> None:
+        rows, device = len(sequences), sequences.prompt.device
+        self.drafter = drafter
+        self.costs = drafter.costs or replace(sequences.costs, draft=_share(drafter, sequences))
+        self.shape, self.pace, self._deepest = _choose(drafter, sequences, self.costs)
+        asked = sequences.request.confidence
+        self.confidence = (asked if asked is not None else drafter.confidence) or 0.0
+        if self.confidence and self.pace is None:
+            raise SpecGenError(
+                "a confidence threshold was given for a draft tree: it ends chains only. Use tree='chain', or drop it."
+            )
+        reserve = max(sequences.lengths) + sequences.budget + 1
+        self.pairs = PairCache(drafter, drafter.layer_config, rows, device, reserve)
+        self._ids = drafter.target_ids
+        self._plans: dict[int, Plan] = {}
+        self._prompt: list[int] | None = list(sequences.lengths)
+
+    def propose(self, sequences: Sequences) -> Draft:
+        """Draft one round."""
+        self.pairs.keep(sequences.finished)
+        live = self.pairs.live
+        every = self._wanted(sequences)
+        wanted = [every[row] for row in live]
+        texts = [sequences.tokens[row] for row in live]
+        if not any(wanted):
+            if self.pairs.pending > _MOST_PENDING:
+                self.pairs.read(texts)
+                self.pairs.settle()
+            return Draft.empty(len(sequences), sequences.prompt.device)
+        laws = Laws(sequences, live, self.drafter.config.sample, self._ids)
+        grower = Grower(self.drafter, self.pairs, laws)
+        if isinstance(self.shape, DynamicShape):
+            deepest = min(self.shape.depth, max(wanted))
+            states = self.pairs.read(texts, spare=(deepest - 1) * self.shape.top_k)
+            left = [sequences.remaining[row] for row in live]
+            draft = grower.dynamic(self.shape, states, wanted, self.costs, left)
+        else:
+            plan = self._plan(self.shape, max(wanted))
+            states = self.pairs.read(texts, spare=len(plan.shape.internal))
+            draft = grower.fixed(plan, states, wanted, self.confidence)
+        self.pairs.settle()
+        return _spread(draft, live, len(sequences), isinstance(self.shape, DynamicShape))
+
+    def observe(self, round: Round) -> None:
+        """Take a round's features: of the whole prompt in round zero, else of root and accepted path."""
+        if self._prompt is not None:
+            width = round.hidden[0].shape[1]
+            self.pairs.add(round.hidden, [width - length for length in self._prompt], self._prompt)
+            self._prompt = None
+            return
+        counts = [len(path) + 1 for path in round.paths]
+        longest = max(counts)
+        self.pairs.add(tuple(layer[:, :longest] for layer in round.hidden), [0] * len(counts), counts)
+        if self.pace is not None:
+            self.pace.observe(round)
+
+    def _wanted(self, sequences: Sequences) -> list[int]:
+        """Return how deep every row of the batch drafts."""
+        if self.pace is not None:
+            return self.pace.wanted(sequences.room, sequences.remaining)
+        return [min(room, self._deepest) for room in sequences.room]
+
+    def _plan(self, shape: StaticShape, depth: int) -> Plan:
+        if depth not in self._plans:
+            cut = StaticShape.chain(depth) if shape.is_chain else shape.cut(depth)
+            self._plans[depth] = Plan(cut, self.drafter.parts.device)
+        return self._plans[depth]
+
+
+def _choose(drafter: FeatureDrafter, sequences: Sequences, costs: Costs) -> tuple[Shape, Pace | None, int]:
+    """Settle the shape of the drafts, the pace of a chain, and how deep a tree may go."""
+    config, request = drafter.config, sequences.request
+    chain = StaticShape.chain(_DEEPEST)
+    usual = chain if sequences.prompt.device.type == "cpu" or config.sample else DynamicShape()
+    shape = parse_shape(config.tree, usual)
+    draws = config.sample and not sequences.greedy
+    if isinstance(shape, DynamicShape) and draws:
+        raise SpecGenError(
+            "sample=True was asked for with a dynamic tree: which nodes it keeps depends on their probabilities, so "
+            "they are no fair draws. Use a chain or a fixed tree, or sample=False (the text follows the target's law "
+            "either way)."
+        )
+    if isinstance(shape, StaticShape) and shape.is_chain:
+        if draws and request.schedule is None and sequences.rule != "gumbel":
+            request = replace(request, schedule="constant")  # what is drawn depends on the length: neighbours no
+        own = config.num_tokens if shape is chain or config.num_tokens else len(shape)
+        default = _CONSTANT if request.schedule == "constant" else _DEEPEST
+        length = DraftLength.choose(request, own, default, costs)
+        length.begin(len(sequences))
+        return shape, Pace(length, Rate(0.6, 0.7)), 0
+    deepest = shape.depth if isinstance(shape, DynamicShape) else shape.max_depth
+    asked = request.num_tokens if request.num_tokens is not None else config.num_tokens
+    if asked is not None:
+        deepest = min(deepest, DraftLength.choose(replace(request, schedule=None), asked, asked, costs).num_tokens)
+    return shape, None, deepest
+
+
+def _share(drafter: FeatureDrafter, sequences: Sequences) -> float:
+    """Return what drafting a token costs, in plain steps: the weights that are read, over the target's."""
+    sizes = {name: parameter.numel() for name, parameter in drafter.named_parameters()}
+    read = sum(size for name, size in sizes.items() if not name.startswith("embed_tokens"))
+    if not any(name.startswith("lm_head") for name in sizes):
+        read += sum(parameter.numel() for parameter in drafter.parts.head.parameters())
+    return max(0.03, read / max(1, sequences.target_size))
+
+
+def _spread(draft: Draft, live: list[int], rows: int, per_row: bool) -> Draft:
+    """Return the draft of the whole batch: finished rows get no nodes. ``per_row``: every row has its own tree."""
+    if len(live) == rows:
+        return draft
+    place = torch.tensor(live, device=draft.tokens.device)
+    tree, q = draft.tree, draft.q
+    if per_row:
+        tree = Tree(tree.parents.new_full((rows, len(tree)), -1).index_copy_(0, place, tree.parents))
+    if isinstance(q, DenseQ):
+        q = DenseQ(spread(q.logits, place, rows))
+    tokens, n_valid = (spread(part, place, rows) for part in (draft.tokens, draft.n_valid))
+    return replace(draft, tokens=tokens, tree=tree, n_valid=n_valid, q=q)
+
+
+def _forget(drafter: weakref.ref[FeatureDrafter], session: weakref.ref[Session]) -> None:
+    """Drop a session whose call is over."""
+    owner = drafter()
+    if owner is not None and owner._session is session():
+        owner._session = None

@@ -1,0 +1,163 @@
+"""Decoder layers of neural drafters, composed of transformers' own attention, MLP and norm classes."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PretrainedConfig
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
+
+from hf_specgen import ops
+from hf_specgen.cache import SlotCache
+from hf_specgen.errors import SpecGenError
+
+_NAME = "specgen_draft"
+
+Rope = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class LayerClasses:
+    """Hold the classes of transformers that one ``layer_type`` is made of."""
+
+    attention: type[nn.Module]
+    mlp: type[nn.Module]
+    norm: type[nn.Module]
+    rotary: type[nn.Module]
+
+    @classmethod
+    def of(cls, layer_type: str) -> LayerClasses:
+        """Return the classes of a type. Raises: ``SpecGenError`` for one that is not known."""
+        if layer_type == "llama":
+            return cls(llama.LlamaAttention, llama.LlamaMLP, llama.LlamaRMSNorm, llama.LlamaRotaryEmbedding)
+        if layer_type == "qwen3":
+            return cls(qwen3.Qwen3Attention, qwen3.Qwen3MLP, qwen3.Qwen3RMSNorm, qwen3.Qwen3RotaryEmbedding)
+        raise SpecGenError(f"layer_type={layer_type!r} is unknown: 'llama' or 'qwen3' is required.")
+
+
+class DraftLayer(nn.Module):
+    """Run one decoder layer over a slot cache: attention and MLP, each behind its norm and beside its residual.
+
+    ``input_norm=False`` leaves the norm before attention out, as the first layer of EAGLE does.
+    """
+
+    def __init__(self, config: PretrainedConfig, layer_type: str, index: int, input_norm: bool = True) -> None:
+        super().__init__()
+        classes = LayerClasses.of(layer_type)
+        config._attn_implementation = _NAME
+        self.index = index
+        self.self_attn = classes.attention(config, index)
+        self.mlp = classes.mlp(config)
+        self.post_attention_layernorm = self._norm(classes, config)
+        if input_norm:
+            self.input_layernorm = self._norm(classes, config)
+        self._cache_name = _cache_name(classes.attention)
+        _register()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Make the attention known again in the process that unpickles."""
+        super().__setstate__(state)
+        _register()
+
+    def forward(self, states: Tensor, rope: Rope, mask: Tensor | None, cache: SlotCache | None) -> Tensor:
+        """Return the residual stream behind the layer.
+
+        Shapes: ``states (B, S, H)``, ``rope`` two ``(B or 1, S, D)``, ``mask (B or 1, 1, S, T)`` bool, True where seen.
+        """
+        norm = self._modules.get("input_layernorm")
+        return self.run(states if norm is None else norm(states), states, rope, mask, cache)
+
+    def run(self, inputs: Tensor, residual: Tensor, rope: Rope, mask: Tensor | None, cache: SlotCache | None) -> Tensor:
+        """Attend with ``inputs (B, S, H)``, already normed, beside ``residual (B, S, H)``; then the MLP."""
+        attended, _ = self.self_attn(inputs, position_embeddings=rope, attention_mask=mask, **{self._cache_name: cache})
+        residual = residual + attended
+        return residual + self.mlp(self.post_attention_layernorm(residual))
+
+    @staticmethod
+    def _norm(classes: LayerClasses, config: PretrainedConfig) -> nn.Module:
+        return classes.norm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+class PairLayer(DraftLayer):
+    """Run the first layer of EAGLE-3: attention reads the normed token beside the normed feature.
+
+    ``norm_before_residual``: the residual stream starts at the normed feature instead of the feature itself.
+    Source: Li et al. 2025, "EAGLE-3: scaling up inference acceleration of LLMs via training-time test", section 3.
+    """
+
+    def __init__(self, config: PretrainedConfig, layer_type: str, norm_before_residual: bool) -> None:
+        super().__init__(config, layer_type, 0)
+        self.norm_before_residual = norm_before_residual
+        self.hidden_norm = self._norm(LayerClasses.of(layer_type), config)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            narrow = self.self_attn.get_submodule(name)
+            assert isinstance(narrow, nn.Linear)
+            wide = nn.Linear(2 * narrow.in_features, narrow.out_features, bias=narrow.bias is not None)
+            self.self_attn.register_module(name, wide)
+
+    def pair(self, token: Tensor, feature: Tensor, rope: Rope, mask: Tensor | None, cache: SlotCache | None) -> Tensor:
+        """Return the residual stream behind the layer. Shapes: ``token, feature (B, S, H)``, else as in ``forward``."""
+        normed = self.hidden_norm(feature)
+        inputs = torch.cat((self.input_layernorm(token), normed), -1)
+        return self.run(inputs, normed if self.norm_before_residual else feature, rope, mask, cache)
+
+
+class Rotary:
+    """Make the rotary factors of positions, in float32 whatever the drafter's dtype.
+
+    Not a module: casting a drafter to 16 bits must not round its frequencies, and they are in no checkpoint.
+    """
+
+    def __init__(self, config: PretrainedConfig, layer_type: str) -> None:
+        self._config, self._type = config, layer_type
+        self._made: tuple[torch.device, nn.Module] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is made when it is needed."""
+        return {**self.__dict__, "_made": None}
+
+    def __call__(self, like: Tensor, positions: Tensor) -> Rope:
+        """Return cosines and sines ``(B or 1, S, D)`` of ``positions (B or 1, S)`` in the dtype of ``like``."""
+        if self._made is None or self._made[0] != like.device:
+            with torch.device("cpu"):  # a drafter may be built under another default, the meta device among them
+                module = LayerClasses.of(self._type).rotary(self._config)
+            self._made = like.device, module.to(like.device)
+        cos, sin = self._made[1](like, positions)
+        return cos, sin
+
+
+def draft_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend under a tree mask without repeating keys and values; with gradients it is transformers' own sdpa.
+
+    Shapes: ``query (B, Hq, S, D)``, ``key, value (B, Hkv, T, D)``, ``attention_mask (B or 1, 1, S, T)`` bool. Returns:
+    ``(B, S, Hq, D)`` and None.
+    """
+    if torch.is_grad_enabled() or attention_mask is None or attention_mask.dtype != torch.bool:
+        own = AttentionInterface()["sdpa"]
+        return own(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    out = ops.tree_attention(query, key, value, attention_mask, scale, 0.0, None)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _register() -> None:
+    AttentionInterface.register(_NAME, draft_attention)
+
+
+def _cache_name(attention: type[nn.Module]) -> str:
+    """Return what a class of transformers calls its cache: older ones say past_key_values."""
+    return "cache" if "cache" in inspect.signature(attention.forward).parameters else "past_key_values"

@@ -1,0 +1,334 @@
+"""LearnedDrafter: what Medusa heads and EAGLE heads share: one config, a target they fit, files they live in."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar, cast
+
+import torch
+import torch.nn.functional as F
+from huggingface_hub import HfApi
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_specgen.card import CARD, CardOptions, write_card
+from hf_specgen.drafter_config import DrafterConfig
+from hf_specgen.drafters.base import Drafter
+from hf_specgen.errors import IncompatibleDrafter, SpecGenError
+from hf_specgen.facts import TargetFacts
+from hf_specgen.files import hub_errors
+from hf_specgen.formats.base import Checkpoint, ReadOptions, layout_named
+from hf_specgen.hub import Opened, Report, open_checkpoint
+
+_EMBEDDING = "embed_tokens.weight"
+_ROWS = 4096  # of an embedding that are compared at once
+_SAVING = ("state_dict", "is_main_process", "safe_serialization", "save_function", "max_shard_size", "variant")
+
+AnyLearned = TypeVar("AnyLearned", bound="LearnedDrafter")
+
+
+@dataclass(frozen=True)
+class TargetParts:
+    """Hold what a drafter borrows from its target: never copied, never saved, never trained with it."""
+
+    facts: TargetFacts
+    embedding: Tensor
+    head: nn.Module
+    device: torch.device
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> TargetParts:
+        """Take the parts of a target. Raises: ``IncompatibleDrafter`` for a model without a language-model head."""
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        if embedding is None or head is None:
+            raise IncompatibleDrafter(
+                f"{type(model).__name__} has no token embedding or no language-model head: a causal language model is "
+                "required. Load the target with AutoModelForCausalLM."
+            )
+        weight = cast(Tensor, embedding.weight)
+        return cls(TargetFacts.of(model), weight, head, weight.device, model.dtype)
+
+
+class LearnedDrafter(PreTrainedModel, Drafter):
+    """Draft with trained heads or layers that read the target's hidden states.
+
+    A drafter is a ``PreTrainedModel``: ``save_pretrained`` writes the layout that vLLM and SGLang read too,
+    ``from_pretrained`` reads any known layout, ``push_to_hub`` adds a model card.
+    """
+
+    config_class = DrafterConfig
+    config: DrafterConfig
+    base_model_prefix = ""
+    main_input_name = "input_ids"
+    method: ClassVar[str]
+
+    report: Report | None
+    """What was found and decided when the drafter was loaded; None for a new one."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__(config)
+        self._parts: TargetParts | None = None
+        self.report = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the target out: copies and pickles of a drafter never hold it, they take it again when they draft."""
+        return {**self.__dict__, "_parts": None}
+
+    @property
+    def parts(self) -> TargetParts:
+        """Return what was borrowed. Raises: ``IncompatibleDrafter`` before ``attach``."""
+        if self._parts is None:
+            raise IncompatibleDrafter(
+                f"{type(self).__name__} has no target yet: call drafter.attach(model), or load it with "
+                "load_drafter(..., target=model)."
+            )
+        return self._parts
+
+    @property
+    def draws(self) -> bool:
+        """Tell whether the config asks for drawn tokens."""
+        return self.config.sample
+
+    def attach(self, model: PreTrainedModel) -> None:
+        """Check that the target fits and borrow its embedding and head; the loop calls it before the first token.
+
+        Raises: ``IncompatibleDrafter`` for other sizes. Warns: when the fingerprint is another target's.
+        """
+        known = self._parts
+        if known is not None and known.embedding is model.get_input_embeddings().weight and known.dtype == model.dtype:
+            return
+        parts = TargetParts.of(model)
+        self.check_target(parts.facts)
+        self._parts = parts
+
+    def check_target(self, facts: TargetFacts) -> None:
+        """Compare the sizes a drafter was made for with a target's. Raises and warns as ``attach`` does."""
+        check_fit(self.config, facts)
+        known = self.config.target.get("fingerprint")
+        if known and facts.fingerprint and known != facts.fingerprint:
+            warnings.warn(
+                f"the drafter was trained for another target{trained_for(self.config)} than "
+                f"{facts.name or 'the target'}: the text stays exact, fewer drafts may be accepted.",
+                stacklevel=3,
+            )
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return token embeddings ``(..., H)``, the drafter's own or the target's raw rows; ids beyond it clamp."""
+        own = self._modules.get("embed_tokens")
+        weight = cast(Tensor, own.weight) if own is not None else self.parts.embedding
+        return F.embedding(tokens.clamp(0, weight.shape[0] - 1), weight)
+
+    def score(self, states: Tensor) -> Tensor:
+        """Return logits over the drafter's vocabulary from normalised states: its own head, or the target's."""
+        own = self._modules.get("lm_head")
+        if own is not None:
+            return cast(Tensor, own(states))
+        return cast(Tensor, self.parts.head(states.to(self.parts.dtype)))
+
+    def checkpoint(self) -> Checkpoint:
+        """Return config and tensors as a layout's ``write`` takes them."""
+        tensors = {name: tensor.detach() for name, tensor in self.state_dict().items()}
+        return Checkpoint(self.config, tensors, "specgen")
+
+    @classmethod
+    def from_pretrained(
+        cls: type[AnyLearned],
+        name: str | Path,
+        *args: Any,
+        target: PreTrainedModel | None = None,
+        aux_layer_convention: str | None = None,
+        dtype: torch.dtype | str | None = None,
+        device: torch.device | str | None = None,
+        **settings: Any,
+    ) -> AnyLearned:
+        """Load a drafter of this class, as ``load_drafter`` does.
+
+        Raises: ``IncompatibleDrafter`` for a checkpoint of another method, and as ``load_drafter`` does.
+        """
+        facts = TargetFacts.of(target) if target is not None else TargetFacts()
+        opened = open_checkpoint(name, ReadOptions(facts, aux_layer_convention), settings)
+        return cls.load(opened, target, dtype, device)
+
+    @classmethod
+    def load(
+        cls: type[AnyLearned],
+        opened: Opened,
+        target: PreTrainedModel | None = None,
+        dtype: torch.dtype | str | None = None,
+        device: torch.device | str | None = None,
+    ) -> AnyLearned:
+        """Read an opened checkpoint's tensors and build the drafter around them; none is ever made up.
+
+        ``dtype`` and ``device``: by default the target's, without a target the file's and the CPU.
+        """
+        if opened.config.method != cls.method:
+            raise IncompatibleDrafter(
+                f"{opened.source.name} holds a {opened.config.method} drafter and {cls.__name__} loads {cls.method}: "
+                "use load_drafter, which picks the class."
+            )
+        if target is not None:
+            check_fit(opened.config, opened.options.target)
+        skeleton(cls, opened.config)  # what the class refuses is refused before weights are read
+        found = opened.read()
+        if target is not None:
+            found = borrow_embedding(found, target.get_input_embeddings().weight)
+            device = target.get_input_embeddings().weight.device if device is None else device
+            dtype = target.dtype if dtype is None else dtype
+        kind = dtype_named(dtype, found.tensors)
+        drafter = assemble(cls, found, kind, torch.device(device or "cpu"))
+        drafter.report = opened.told(found.config, found.notes, found.warnings)
+        if target is not None:
+            drafter.attach(target)
+        return drafter
+
+    def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
+        """Write config and weights; ``state_dict=`` replaces the weights (as ``Trainer`` asks)."""
+        unknown = sorted(set(kwargs) - set(_SAVING))
+        if unknown:
+            raise SpecGenError(
+                f"save_pretrained does not know {', '.join(unknown)}: it takes {', '.join(_SAVING)}. To upload, call "
+                "drafter.push_to_hub(repo_id)."
+            )
+        if not kwargs.get("is_main_process", True):
+            return
+        found = self.checkpoint()
+        state = kwargs.get("state_dict")
+        if state is not None:
+            found = Checkpoint(found.config, {name: state[name] for name in found.tensors}, found.layout)
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        layout_named("specgen").write(found, folder)
+
+    def push_to_hub(  # noqa: PLR0913 - keywords of push_to_hub
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        commit_message: str | None = None,
+        create_pr: bool = False,
+        card: CardOptions | None = None,
+        overwrite_card: bool = False,
+    ) -> str:
+        """Upload config, weights and a model card, and return the address of the commit.
+
+        A README.md that is there stays as it is unless ``overwrite_card``.
+
+        Raises: ``SpecGenError`` when the Hub refuses.
+        """
+        api = HfApi(token=token)
+        with hub_errors(repo_id), tempfile.TemporaryDirectory() as name:
+            repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+            folder = Path(name)
+            self.save_pretrained(folder)
+            if overwrite_card or not api.file_exists(repo_id, CARD, revision=revision):
+                options = card or CardOptions()
+                write_card(folder, options if options.name else replace(options, name=repo_id))
+            done = api.upload_folder(
+                repo_id=repo_id,
+                folder_path=folder,
+                commit_message=commit_message or f"Upload {self.config.method} drafter",
+                revision=revision,
+                create_pr=create_pr,
+            )
+        return str(done.commit_url)
+
+
+def assemble(kind: type[AnyLearned], found: Checkpoint, dtype: torch.dtype, device: torch.device) -> AnyLearned:
+    """Build a drafter whose every tensor is the checkpoint's; integers and masks keep their dtype.
+
+    Raises: ``IncompatibleDrafter`` when names or shapes are not the module's.
+    """
+    drafter = skeleton(kind, found.config)
+    tensors = {
+        name: tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)
+        for name, tensor in found.tensors.items()
+    }
+    try:
+        drafter.load_state_dict(tensors, strict=True, assign=True)
+    except RuntimeError as error:
+        raise IncompatibleDrafter(f"the checkpoint does not fill {kind.__name__}: {error}") from error
+    empty = [name for name, tensor in [*drafter.named_parameters(), *drafter.named_buffers()] if tensor.is_meta]
+    if empty and device.type != "meta":
+        raise IncompatibleDrafter(f"{kind.__name__} has tensors that no checkpoint holds: {', '.join(empty)}.")
+    drafter.config.dtype = dtype
+    return drafter.eval()
+
+
+def skeleton(kind: type[AnyLearned], config: DrafterConfig) -> AnyLearned:
+    """Build a drafter without memory. Raises: ``IncompatibleDrafter`` for settings that build none."""
+    try:
+        with torch.device("meta"):
+            return kind(config)
+    except SpecGenError:
+        raise
+    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+        raise IncompatibleDrafter(
+            f"the config of the checkpoint builds no {kind.__name__}: {type(error).__name__}: {error}. Get it anew."
+        ) from error
+
+
+def borrow_embedding(found: Checkpoint, weight: Tensor) -> Checkpoint:
+    """Leave a checkpoint's own embedding out where it is the target's, so that it is not held twice."""
+    own = found.tensors.get(_EMBEDDING)
+    if own is None or not same_rows(own, weight.detach()):
+        return found
+    config = copy.deepcopy(found.config)
+    config.own_embedding = False
+    tensors = {name: tensor for name, tensor in found.tensors.items() if name != _EMBEDDING}
+    notes = [note for note in found.notes if not note.startswith("embedding:")]
+    notes.append("embedding: the target's, which the checkpoint's own one equals")
+    return replace(found, config=config, tensors=tensors, notes=tuple(notes))
+
+
+def same_rows(own: Tensor, weight: Tensor) -> bool:
+    """Tell whether two embeddings are equal once the finer one is rounded to the other's dtype."""
+    if own.shape != weight.shape or weight.is_meta:
+        return False
+    for start in range(0, len(own), _ROWS):
+        left, right = own[start : start + _ROWS], weight[start : start + _ROWS].to(own.device)
+        if not (torch.equal(left.to(right.dtype), right) or torch.equal(left, right.to(left.dtype))):
+            return False
+    return True
+
+
+def dtype_named(dtype: torch.dtype | str | None, tensors: Mapping[str, Tensor]) -> torch.dtype:
+    """Return a floating dtype; None or ``auto``: the tensors' own. Raises: ``SpecGenError`` for other names."""
+    if dtype is None or dtype == "auto":
+        return next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.float32)
+    found = vars(torch).get(dtype) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise SpecGenError(f"dtype={dtype!r}: a floating dtype of torch is required, such as torch.bfloat16.")
+    return found
+
+
+def check_fit(config: DrafterConfig, facts: TargetFacts) -> None:
+    """Compare the sizes a drafter was made for with a target's. Raises: ``IncompatibleDrafter`` for others."""
+    name, own = facts.name or "the target", trained_for(config)
+    wanted = {"hidden_size": config.target_hidden_size, "vocab_size": config.vocab_size}
+    for size, need in wanted.items():
+        have = facts.to_dict()[size]
+        if need and have != need:  # 0: the files do not say
+            raise IncompatibleDrafter(
+                f"the drafter was made for a target of {size} {need} and {name} has {have}: they do not fit. Load "
+                f"the target it was trained for{own}, or another drafter."
+            )
+    deepest = max(config.aux_layer_boundaries, default=0)
+    if facts.num_layers and deepest > facts.num_layers:
+        raise IncompatibleDrafter(
+            f"the drafter reads the stream after layer {deepest} and {name} has {facts.num_layers} layers: they "
+            f"do not fit. Load the target it was trained for{own}."
+        )
+
+
+def trained_for(config: DrafterConfig) -> str:
+    """Return the name of the target that a drafter was made for, in brackets, if it is known."""
+    name = config.target.get("name")
+    return f" ({name})" if name else ""

@@ -1,0 +1,367 @@
+"""MedusaDrafter: heads that read one hidden state and each guess a token further on (Cai et al. 2024, "Medusa")."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_specgen.coins import Coins
+from hf_specgen.costs import Costs, Rate
+from hf_specgen.draft import DenseQ, Draft, Round, Tree, spread
+from hf_specgen.drafter_config import DrafterConfig
+from hf_specgen.drafters.base import DraftLength, Pace
+from hf_specgen.drafters.learned import LearnedDrafter
+from hf_specgen.drafters.trees import ABSENT, DynamicShape, Growth, Shape, StaticShape, parse_shape, top
+from hf_specgen.errors import IncompatibleDrafter, SpecGenError
+from hf_specgen.facts import TargetFacts
+from hf_specgen.sequences import Sequences
+from hf_specgen.taps import FINAL
+
+_HUB = ("revision", "token", "cache_dir", "local_files_only")
+
+
+class ResBlock(nn.Module):
+    """Add what a linear layer and SiLU make of a state to the state."""
+
+    def __init__(self, size: int, bias: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, size, bias=bias)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Return new states of the same shape."""
+        return states + F.silu(self.linear(states))
+
+
+class MedusaDrafter(LearnedDrafter):
+    """Draft with one head per token: head h reads the newest state of the target and guesses the token h + 2 further.
+
+    Heads do not see each other's tokens: what a node may hold depends on its depth alone. ``config.tree``: None is a
+    chain on CPUs and the tree ``"medusa"`` elsewhere (unmeasured there). ``num_tokens`` bounds how deep a draft goes.
+    ``costs`` replaces the assumed costs of a pass.
+
+    Raises: ``IncompatibleDrafter`` for a config without heads.
+    Source: Cai et al. 2024, "Medusa: simple LLM inference acceleration framework with multiple decoding heads".
+    """
+
+    method = "medusa"
+    hidden_layers = (FINAL,)
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__(config)
+        if config.num_heads < 1 or not (config.own_head or config.num_head_layers):
+            raise IncompatibleDrafter(
+                f"a Medusa config has num_heads={config.num_heads}, num_head_layers={config.num_head_layers} and "
+                f"own_head={config.own_head}: at least one head that does something is required."
+            )
+        size = config.hidden_size
+        for head in range(config.num_heads):
+            parts: list[nn.Module] = [ResBlock(size, config.head_bias) for _ in range(config.num_head_layers)]
+            if config.own_head:
+                parts.append(nn.Linear(size, config.draft_vocab_size, bias=False))
+            self.add_module(str(head), nn.Sequential(*parts))
+        if config.reduces_vocabulary:
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+        self.costs: Costs | None = None
+        self._session: _Session | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the target and the texts of a call out of copies and pickles."""
+        return {**super().__getstate__(), "_session": None}
+
+    @classmethod
+    def with_target(cls, name: str | Path, **settings: Any) -> tuple[PreTrainedModel, MedusaDrafter]:
+        """Load a Medusa-2 checkpoint whole: the backbone as the target, and the heads that belong to it.
+
+        ``settings`` go to ``AutoModelForCausalLM.from_pretrained``. Raises: as ``load_drafter`` does.
+        """
+        if settings.get("trust_remote_code"):
+            raise SpecGenError("trust_remote_code: nothing of a drafter's repository is ever executed. Leave it out.")
+        target = AutoModelForCausalLM.from_pretrained(name, **settings)
+        hub = {key: settings[key] for key in _HUB if key in settings}
+        return target, cls.from_pretrained(name, target=target, **hub)
+
+    def check_target(self, facts: TargetFacts) -> None:
+        """Refuse another backbone than the one Medusa-2 heads were trained with; else as every drafter does.
+
+        Raises: ``IncompatibleDrafter``.
+        """
+        target = self.config.target
+        known, name = target.get("fingerprint"), target.get("name")
+        if target.get("own_backbone") and known and facts.fingerprint and known != facts.fingerprint:
+            raise IncompatibleDrafter(
+                f"these Medusa-2 heads were trained together with the backbone of {name or 'their checkpoint'} "
+                f"(fingerprint {known}), and {facts.name or 'the target'} is another model ({facts.fingerprint}). Load "
+                f"the target from the same checkpoint: AutoModelForCausalLM.from_pretrained({name!r})."
+            )
+        super().check_target(facts)
+
+    def head(self, number: int, states: Tensor) -> Tensor:
+        """Return one head's logits ``(..., V_draft)`` of states ``(..., H)``; head 0 guesses the token after the next.
+
+        Source: Cai et al. 2024, section 2.1.
+        """
+        features = self.get_submodule(str(number))(states)
+        if self.config.own_head:
+            return torch.as_tensor(features)
+        return torch.as_tensor(self.parts.head(features.to(self.parts.dtype)))
+
+    @property
+    def target_ids(self) -> Tensor | None:
+        """Return the target id of each draft id ``(V_draft)``, None where they are the same."""
+        offsets = self._buffers.get("d2t")
+        return None if offsets is None else offsets + torch.arange(len(offsets), device=offsets.device)
+
+    def begin(self, sequences: Sequences) -> None:
+        """Settle what to draft.
+
+        Raises: ``SpecGenError`` for a tree that is deeper than there are heads, or that cannot be drawn.
+        """
+        self._session = _Session(self, sequences)
+
+    @property
+    def _open(self) -> _Session:
+        if self._session is None:
+            raise SpecGenError("MedusaDrafter was asked for a draft before begin(): the loop calls begin() first.")
+        return self._session
+
+    def propose(self, sequences: Sequences) -> Draft:
+        """Evaluate as many heads as the draft is deep, for the rows that draft."""
+        return self._open.propose(sequences)
+
+    def observe(self, round: Round) -> None:
+        """Keep each row's newest state: that of the last accepted node."""
+        self._open.observe(round)
+
+
+class _Session:
+    """Hold what one ``generate()`` needs: its shape and lengths, and each row's newest state ``(B, D)``."""
+
+    def __init__(self, drafter: MedusaDrafter, sequences: Sequences) -> None:
+        self._drafter, self._states = drafter, torch.empty(0)
+        self._device, self._seen = sequences.prompt.device, False
+        config, asked = drafter.config, sequences.request
+        samples = config.sample and not sequences.greedy
+        self._shares_noise = samples and sequences.rule == "gumbel"
+        self._draws = samples and not self._shares_noise
+        schedule = asked.schedule or ("constant" if self._draws else None)  # neighbours must not set what is drawn
+        default = min(4, config.num_heads) if schedule == "constant" else config.num_heads
+        costs = drafter.costs or replace(sequences.costs, draft=_cost(drafter, sequences))
+        length = DraftLength.choose(replace(asked, schedule=schedule), config.num_tokens, default, costs)
+        length.begin(len(sequences))
+        self._pace = Pace(length, Rate(0.6, 0.7))
+        number = asked.num_tokens if asked.num_tokens is not None else config.num_tokens
+        self._shape = _bounded(_shape(drafter, self._device), None if number is None else length.num_tokens)
+        self._check(sequences)
+        self._confidence = asked.confidence or 0.0
+        self._parts: dict[int, tuple[StaticShape, Tree]] = {}
+        ids = drafter.target_ids
+        self._ids = None if ids is None else ids.to(self._device)
+        # processors that only truncate leave the best tokens the best; a law of its own for every node of a tree is
+        # worth its price only where tokens are drawn from it
+        warp, grows = sequences.warp, isinstance(self._shape, DynamicShape)
+        processed = warp.steps and (grows or samples or warp.truncation is None)
+        self._warps = bool(processed) and (samples or self._is_chain or not warp.needs_prefix)
+
+    @property
+    def _is_chain(self) -> bool:
+        return isinstance(self._shape, StaticShape) and self._shape.is_chain
+
+    def _check(self, sequences: Sequences) -> None:
+        if self._draws and isinstance(self._shape, DynamicShape):
+            raise SpecGenError(
+                "sample=True was asked for together with a dynamic tree: its nodes are picked by their probability, "
+                "and drawn tokens may not be. Use tree='chain', a list of paths, or sample=False."
+            )
+        if self._draws and sequences.rule == "block" and not self._is_chain:
+            raise SpecGenError("rule='block' judges chains only and the drafter draws a tree: use tree='chain'.")
+
+    def observe(self, round: Round) -> None:
+        """Take the state of the last accepted node, of the prompt's end in round zero."""
+        states, self._seen, first = round.hidden[0], True, not self._seen
+        if first:
+            self._states = states[:, -1]
+            return
+        rows = torch.arange(len(states), device=states.device)
+        self._states = states[rows, round.verdict.n]
+        if self._is_chain:
+            self._pace.observe(round)
+
+    def propose(self, sequences: Sequences) -> Draft:
+        """Draft for the rows that have room."""
+        depth = self._shape.max_depth if isinstance(self._shape, StaticShape) else self._shape.depth
+        room = [min(space, depth) for space in sequences.room]
+        wanted = self._pace.wanted(room, sequences.remaining) if self._is_chain else room
+        live = [row for row, want in enumerate(wanted) if want]
+        if not live:
+            return Draft.empty(len(sequences), self._device)
+        owners = torch.tensor(live, device=self._device)
+        some = next(self._drafter.parameters())
+        states = self._states.index_select(0, owners).to(some.device, some.dtype)
+        if isinstance(self._shape, DynamicShape):
+            return self._grow(sequences, states, live, [wanted[row] for row in live])
+        return self._fill(sequences, states, live, [wanted[row] for row in live])
+
+    def _logits(self, depth: int, states: Tensor) -> Tensor:
+        """Return the logits ``(R, V_draft)`` of the tokens ``depth`` below the root; ids that do not exist are cut."""
+        return self._drafter.head(depth - 1, states).to(self._device)
+
+    def _fill(self, sequences: Sequences, states: Tensor, live: list[int], wanted: list[int]) -> Draft:
+        """Fill a fixed tree, level by level."""
+        (shape, _), owners = self._part(max(wanted)), torch.tensor(live, device=self._device)
+        coins = sequences.coins().take(owners) if self._draws or self._shares_noise else None
+        tokens, laws = torch.empty(len(live), 0, dtype=torch.long, device=self._device), []
+        for depth in range(1, shape.max_depth + 1):
+            logits = self._logits(depth, states)[:, : sequences.vocab_size]
+            scores = self._processed(sequences, shape, depth, logits, owners, tokens)
+            self._stop_unsure(scores, depth, wanted)
+            if depth > max(wanted):
+                break
+            tokens = torch.cat([tokens, self._pick(shape, depth, scores, coins)], 1)
+            if self._draws:
+                laws.append(shape.laws(depth, scores))
+        if not tokens.shape[1]:
+            return Draft.empty(len(sequences), self._device)
+        shape, tree = self._part(max(wanted))
+        rows, n_valid = len(sequences), shape.n_valid(torch.tensor(wanted, device=self._device))
+        q = DenseQ(self._spread(torch.cat(laws, 1), owners, rows)) if laws else None
+        tokens = self._spread(self._with_pads(tokens, n_valid), owners, rows)
+        return Draft(tokens, tree, self._spread(n_valid, owners, rows), q, self._draws and not shape.is_chain)
+
+    def _part(self, depth: int) -> tuple[StaticShape, Tree]:
+        """Return the fixed tree down to a depth; what is derived from it is made once a call."""
+        assert isinstance(self._shape, StaticShape)
+        if depth not in self._parts:
+            shape = self._shape.cut(depth)
+            self._parts[depth] = shape, shape.tree(self._device)
+        return self._parts[depth]
+
+    def _pick(self, shape: StaticShape, depth: int, scores: Tensor, coins: Coins | None) -> Tensor:
+        """Return a level's tokens ``(R, n)`` in target ids: the best, drawn, or the best under the shared noise."""
+        if coins is not None and self._draws:
+            return shape.draw(depth, scores, coins)
+        if coins is not None:
+            rows = torch.arange(len(scores), device=self._device)
+            scores = scores + coins.gumbel(rows, depth - 1, scores.shape[-1])[:, None]
+        picked = shape.best(depth, scores)
+        if self._ids is None or scores.shape[-1] != len(self._ids):
+            return picked
+        return self._ids[picked.clamp(min=0)].masked_fill(picked == ABSENT, ABSENT)
+
+    def _processed(
+        self, sequences: Sequences, shape: StaticShape, depth: int, logits: Tensor, owners: Tensor, tokens: Tensor
+    ) -> Tensor:
+        """Return scores of the nodes that a level hangs on, ``(R, F, V)``; F is 1 where all have the same.
+
+        They are the head's own over draft ids, or processed ones over target ids.
+        """
+        if not (self._warps or self._draws or self._shares_noise):
+            return logits[:, None]
+        scores = self._over_target(logits, sequences.vocab_size)
+        if not sequences.warp.needs_prefix:
+            return sequences.warp(scores, owners, lambda _: None)[:, None]
+        above = [_way(shape, node) for node in shape.expanding(depth - 1)]
+        width, texts = len(above), tokens.tolist()
+
+        def prefix(place: int) -> Tensor | None:
+            row, way = place // width, above[place % width]
+            text = [texts[row][node] for node in way]
+            if ABSENT in text or not sequences.stops.eos.isdisjoint(text):
+                return None
+            return torch.cat([sequences.prefix(int(owners[row])), tokens[row : row + 1, way]], 1)
+
+        flat = scores.repeat_interleave(width, 0)
+        return sequences.warp(flat, owners.repeat_interleave(width), prefix).unflatten(0, (-1, width))
+
+    def _over_target(self, logits: Tensor, vocab: int) -> Tensor:
+        """Return float32 logits over the target's ids; those that the heads do not know are impossible."""
+        if self._ids is None:
+            return logits.float()
+        return logits.new_full((len(logits), vocab), float("-inf"), dtype=torch.float32).index_copy_(
+            1, self._ids, logits.float()
+        )
+
+    def _stop_unsure(self, scores: Tensor, depth: int, wanted: list[int]) -> None:
+        """End chains at a token whose law is flat. The law is known before its token is drawn: nothing is biased."""
+        if not (self._confidence and self._is_chain):
+            return
+        best = torch.softmax(scores[:, 0].float(), -1).amax(-1).tolist()
+        for row, probability in enumerate(best):
+            if probability < self._confidence:
+                wanted[row] = min(wanted[row], depth - 1)
+
+    def _grow(self, sequences: Sequences, states: Tensor, live: list[int], room: list[int]) -> Draft:
+        """Take the likeliest paths of the product of the heads' laws, as many as asked for or as pay."""
+        assert isinstance(self._shape, DynamicShape)
+        owners, growth, best = torch.tensor(live, device=self._device), Growth(self._shape), []
+        width = 1
+        for depth in range(1, max(room) + 1):
+            logits = self._logits(depth, states)[:, : sequences.vocab_size]
+            if self._warps:
+                scores = self._over_target(logits, sequences.vocab_size)
+                logits = sequences.warp(scores, owners, lambda _: None)
+            law = torch.log_softmax(logits.float(), -1)[:, None]
+            chances, ids = top(law, min(self._shape.top_k, logits.shape[-1]))
+            best.append(ids[:, 0] if self._ids is None or self._warps else self._ids[ids[:, 0]])
+            width = growth.add(chances.expand(-1, width, -1))[0].shape[1]
+        space = torch.tensor(room, device=self._device)
+        remaining = [sequences.remaining[row] for row in live]
+        nodes = self._shape.nodes
+        nodes = growth.paying(self._pace.length.costs, remaining, space) if nodes is None else nodes
+        if nodes == 0:
+            return Draft.empty(len(sequences), self._device)
+        ranks, parents, n_valid, _ = growth.finish(nodes, space)
+        depths = Tree(parents).depth[:, 1:] - 1
+        rows = torch.arange(len(live), device=self._device)[:, None]
+        tokens = self._with_pads(torch.stack(best, 1)[rows, depths, ranks], n_valid)
+        total = len(sequences)
+        parents = self._spread(parents + 1, owners, total) - 1  # rows that draft nothing hang everything on the root
+        return Draft(self._spread(tokens, owners, total), Tree(parents), self._spread(n_valid, owners, total))
+
+    def _with_pads(self, tokens: Tensor, n_valid: Tensor) -> Tensor:
+        """Mark the nodes behind a row's own as absent: a pad that is a token might be accepted."""
+        counted = torch.arange(tokens.shape[1], device=tokens.device) < n_valid[:, None]
+        return tokens.masked_fill(~counted, ABSENT)
+
+    def _spread(self, part: Tensor, owners: Tensor, rows: int) -> Tensor:
+        return part if len(part) == rows else spread(part, owners, rows)
+
+
+def _way(shape: StaticShape, node: int) -> list[int]:
+    """Return the nodes from the root's child down to a node; none for the root."""
+    way: list[int] = []
+    while node >= 0:
+        way.append(node)
+        node = shape.parents[node]
+    return way[::-1]
+
+
+def _shape(drafter: MedusaDrafter, device: torch.device) -> Shape:
+    """Return the shape asked for, no deeper than there are heads."""
+    spec, heads = drafter.config.tree, drafter.config.num_heads
+    chain = StaticShape.chain(heads)
+    if spec is None and device.type != "cpu":
+        spec = "medusa"
+    return parse_shape(spec, chain, heads)
+
+
+def _bounded(shape: Shape, number: int | None) -> Shape:
+    """Cut a tree to a depth; a chain's length is settled elsewhere."""
+    if number is None or (isinstance(shape, StaticShape) and shape.is_chain):
+        return shape
+    if isinstance(shape, DynamicShape):
+        return replace(shape, depth=min(shape.depth, number))
+    return shape.cut(number)
+
+
+def _cost(drafter: MedusaDrafter, sequences: Sequences) -> float:
+    """Return what one head costs, in plain steps of the target: its share of the weights that are read."""
+    size = sum(weight.numel() for weight in drafter.get_submodule("0").parameters())
+    if not drafter.config.own_head:
+        size += drafter.parts.embedding.numel()
+    return max(0.01, size / max(1, sequences.target_size))

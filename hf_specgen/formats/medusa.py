@@ -1,0 +1,56 @@
+"""Medusa v0.1 heads, each with a language-model head of its own (Cai et al. 2024); written for TGI too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from hf_specgen.errors import IncompatibleDrafter
+from hf_specgen.formats.base import Checkpoint, Layout, Plan, ReadOptions, Source
+from hf_specgen.formats.medusa_common import KEY, Heads, kept_settings, plan_heads
+from hf_specgen.formats.shared import store
+
+
+class MedusaHeads(Layout):
+    """Read ``{head}.{layer}.linear.*`` and ``{head}.{layers}.weight``; write them, or heads without the latter."""
+
+    name = "medusa"
+    order = 60
+
+    def matches(self, source: Source) -> bool:
+        """Tell by names: residual blocks and heads, numbered from zero."""
+        heads = Heads.find(source)
+        return heads.count > 0 and heads.own
+
+    def plan(self, source: Source, options: ReadOptions) -> Plan:
+        """Count the heads by their tensors; the config's number is wrong in the published files."""
+        return plan_heads(source, options)
+
+    def write(self, checkpoint: Checkpoint, folder: Path) -> None:
+        """Write ``medusa_lm_head.safetensors`` and ``config.json``, which TGI and Medusa's own code read.
+
+        Raises: ``IncompatibleDrafter`` for another method or a reduced vocabulary.
+        """
+        config = checkpoint.config
+        if config.method != "medusa" or config.reduces_vocabulary:
+            what = f"a {config.method} drafter" if config.method != "medusa" else "a reduced vocabulary (d2t)"
+            raise IncompatibleDrafter(f"layout 'medusa' cannot hold {what}: Medusa heads over all ids are required.")
+        tensors = dict(checkpoint.tensors)
+        for name in [name for name in tensors if name.endswith("linear.weight") and not config.head_bias]:
+            tensors[name.replace(".weight", ".bias")] = torch.zeros_like(tensors[name][0])  # readers want one
+        settings: dict[str, Any] = {
+            "base_model_name_or_path": config.target.get("name", ""),
+            "medusa_num_heads": config.num_heads,
+            "medusa_num_layers": config.num_head_layers,
+            "transformers_version": transformers.__version__,
+            KEY: kept_settings(config),
+        }
+        if not config.own_head:
+            settings["version"] = "2"
+        store(folder, settings, tensors, "medusa_lm_head.safetensors")
+
+
+LAYOUT = MedusaHeads()

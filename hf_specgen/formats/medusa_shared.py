@@ -1,0 +1,25 @@
+"""Medusa "version 2" heads: residual blocks alone, before the target's own language-model head."""
+
+from __future__ import annotations
+
+from hf_specgen.formats.base import Layout, Plan, ReadOptions, Source
+from hf_specgen.formats.medusa_common import Heads, plan_heads
+
+
+class SharedHeads(Layout):
+    """Read ``{head}.{layer}.linear.*``; the config's ``version`` is often missing, so names decide."""
+
+    name = "medusa-shared-head"
+    order = 61
+
+    def matches(self, source: Source) -> bool:
+        """Tell by names: residual blocks and nothing else."""
+        heads = Heads.find(source)
+        return heads.count > 0 and not heads.own
+
+    def plan(self, source: Source, options: ReadOptions) -> Plan:
+        """Count the heads by their tensors."""
+        return plan_heads(source, options)
+
+
+LAYOUT = SharedHeads()

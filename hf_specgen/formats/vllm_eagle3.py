@@ -1,0 +1,178 @@
+"""EAGLE-3 as the speculators library writes it and vLLM serves it: settings of the layers nested, boundaries as ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hf_specgen.drafter_config import DrafterConfig
+from hf_specgen.errors import IncompatibleDrafter
+from hf_specgen.formats.base import Checkpoint, Layout, Plan, ReadOptions, Source
+from hf_specgen.formats.eagle3_common import IDS, Reading, numbered, plan_eagle3
+from hf_specgen.formats.layer_ids import LayerIds
+from hf_specgen.formats.shared import layer_settings, store
+
+ALGORITHM = "eagle3"
+DRAFTED = 3
+# The nested config leaves out what equals its class's defaults; these are the classes' (transformers 4 and 5).
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+    },
+    "qwen3": {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+    },
+}
+
+
+class VllmEagle3(Layout):
+    """Read and write the speculators layout: layers nested in ``transformer_layer_config``, ids are boundaries."""
+
+    name = "vllm-speculators"
+    order = 10
+
+    def matches(self, source: Source) -> bool:
+        """Tell by ``speculators_model_type``."""
+        return source.config.get("speculators_model_type") == ALGORITHM
+
+    def plan(self, source: Source, options: ReadOptions) -> Plan:
+        """Resolve config and names. Raises: ``IncompatibleDrafter`` as every layout does."""
+        config, settings = source.config, nested_settings(source)
+        ids = config.get(IDS) or None
+        before = config.get("norm_before_residual")
+        trained, told = _trained_for(config)
+        reading = Reading(
+            title="EAGLE-3 in the speculators layout, as vLLM reads it",
+            settings=settings,
+            ids=LayerIds(None if ids is None else tuple(ids), certain=True),
+            draft_vocab_size=config.get("draft_vocab_size"),
+            layer_type=settings["model_type"],
+            windows=True,
+            # vLLM takes True where the key is absent, the library that wrote the file False: vLLM is what serves it
+            norm_before_residual=True if before is None else bool(before),
+            norm_output=bool(config.get("norm_output")),
+            claims=frozenset(name for name in ("norm_before_fc", "fc_norm") if config.get(name)),
+            target=trained,
+            notes=told,
+            warnings=_doubts(None if options.aux_layer_convention else ids, before),
+        )
+        return plan_eagle3(source, options, reading)
+
+    def write(self, checkpoint: Checkpoint, folder: Path) -> None:
+        """Write what vLLM reads. Raises: ``IncompatibleDrafter`` without a target's name or a head of its own.
+
+        How to draft (tree, adaptive length) and the target's fingerprint are not part of it.
+        """
+        _refuse_what_vllm_lacks(checkpoint.config)
+        store(folder, config_file(checkpoint), numbered(checkpoint.tensors))
+
+
+def nested_settings(source: Source) -> dict[str, Any]:
+    """Return the layers' settings, defaults filled in. Raises: ``IncompatibleDrafter`` for layers of other models."""
+    given = dict(source.config.get("transformer_layer_config") or {})
+    kind = given.get("model_type", "llama")
+    if kind not in DEFAULTS:
+        raise IncompatibleDrafter(
+            f"{source.name} has layers of the kind {kind!r} (transformer_layer_config): {' or '.join(DEFAULTS)} is "
+            "required."
+        )
+    filled = {**DEFAULTS[kind], **{name: value for name, value in given.items() if value is not None}}
+    wide = source.config.get("target_hidden_size")
+    return {"num_hidden_layers": 1, **filled, "model_type": kind, **({"target_hidden_size": wide} if wide else {})}
+
+
+def config_file(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return ``config.json`` of the speculators layout."""
+    config, settings = checkpoint.config, layer_settings(checkpoint)
+    dtype = settings.pop("dtype")
+    settings.pop("torch_dtype")
+    version = settings.pop("transformers_version")
+    architectures = config.target.get("architectures") or []
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": config.num_tokens or DRAFTED,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": ALGORITHM,
+        "draft_vocab_size": config.draft_vocab_size,
+        "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.norm_before_fc,
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
+        IDS: list(config.aux_layer_boundaries) or None,
+        "target_hidden_size": None if config.target_hidden_size == config.hidden_size else config.target_hidden_size,
+        "tie_word_embeddings": False,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        "transformers_version": version,
+        "transformer_layer_config": {
+            **settings,
+            "architectures": ["LlamaForCausalLM" if config.layer_type == "llama" else "Qwen3ForCausalLM"],
+        },
+        "speculators_config": {
+            "algorithm": ALGORITHM,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": config.target["name"], "architectures": list(architectures)},
+        },
+    }
+
+
+def _trained_for(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    told = config.get("speculators_config") or {}
+    target = told.get("verifier") or {}
+    methods = told.get("proposal_methods") or [{}]
+    drafted = methods[0].get("speculative_tokens")
+    kept = {"name": target.get("name_or_path"), "architectures": target.get("architectures")}
+    lines = (f"drafted tokens: its authors draft {drafted} a round (num_tokens decides here)",) if drafted else ()
+    return {name: value for name, value in kept.items() if value}, lines
+
+
+def _doubts(ids: list[int] | None, before: bool | None) -> tuple[str, ...]:
+    lines = []
+    if before is None:
+        lines.append(
+            "norm_before_residual is not in the config: read as true, as vLLM does; the speculators library itself "
+            "reads false. Pass norm_before_residual=False if few drafts are accepted."
+        )
+    if ids and ids[0] == 1:
+        lines.append(
+            f"the layer ids {ids} begin with 1, so they may have been copied from a config of layer outputs; they are "
+            "read as boundaries. Pass aux_layer_convention='layer_output' if few drafts are accepted."
+        )
+    return tuple(lines)
+
+
+def _refuse_what_vllm_lacks(config: DrafterConfig) -> None:
+    if config.method != "eagle3":
+        raise IncompatibleDrafter(f"layout 'vllm-speculators' holds EAGLE-3 heads and this is {config.method!r}.")
+    if config.fc_bias:
+        raise IncompatibleDrafter("vLLM reads no fc.bias and would serve another drafter: keep the specgen layout.")
+    if not config.own_head:
+        raise IncompatibleDrafter(
+            "vLLM needs lm_head.weight in this layout and the drafter uses the target's head. Convert to sglang-eagle3."
+        )
+    if not config.target.get("name"):
+        raise IncompatibleDrafter(
+            "vLLM needs the target's name in this layout (speculators_config.verifier.name_or_path) and the drafter "
+            "knows none: set drafter.config.target['name'], or load it with target=model."
+        )
+
+
+LAYOUT = VllmEagle3()

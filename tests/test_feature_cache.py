@@ -1,0 +1,132 @@
+"""A drafter's cache holds, after every round, what a fresh reading of the target's true features gives."""
+
+from __future__ import annotations
+
+from itertools import cycle
+
+import pytest
+import torch
+from feature_cases import RAGGED, SHAPES, VARIANTS, Steered, drafter_of, run_pairs, true_features
+from tiny import build, ours, plain, prompts, texts_of, tiny
+from transformers import DynamicCache
+
+from hf_specgen import Costs, Round
+from hf_specgen.drafters.pairs import PairCache
+
+
+class CheckCache(Steered):
+    """Compare keys and values of every committed pair with a reading of the whole text without a slot cache."""
+
+    def __init__(self, model, inner, texts, **settings) -> None:
+        super().__init__(inner, texts, **settings)
+        self.model, self.checked, self.wrapped, self.rests = model, 0, False, 0
+        self.known: dict[int, int] = {}
+
+    def observe(self, round: Round) -> None:
+        super().observe(round)
+        if len(self.rounds) == 1:
+            return
+        pairs = self.inner.session.pairs
+        drafted = any(round.proposed)
+        self.rests += not drafted
+        for place, (row, length) in enumerate(zip(pairs.live, pairs.cache.lengths, strict=True)):
+            if drafted:
+                assert length == len(self.before[row]) - 1, "every true pair was read"
+            if length > self.known.get(row, 0):
+                self.known[row] = length
+                self.compare(pairs.cache, place, self.before[row][: length + 1])
+
+    def compare(self, cache, place: int, text: list[int]) -> None:
+        fresh = DynamicCache()
+        run_pairs(self.inner, text[1:], true_features(self.inner, self.model, text), fresh)
+        pairs = len(text) - 1
+        for mine, true in zip(cache.layers, fresh.layers, strict=True):
+            window, capacity = mine.group.window, mine.group.capacity
+            index = torch.arange(0 if window is None else max(0, pairs - window + 1), pairs)
+            self.wrapped |= pairs > capacity
+            for own, other in ((mine.keys, true.keys), (mine.values, true.values)):
+                torch.testing.assert_close(own[place, :, index % capacity], other[0, :, index], atol=1e-4, rtol=1e-4)
+            self.checked += len(index)
+
+
+def run(name: str, shape: str, lengths: list[int], budget: int = 24, family: str = "llama", **more) -> CheckCache:
+    """Write a text with steered drafts and return what was watched; the text is plain decoding's."""
+    model = build(family)
+    ids, mask = prompts(lengths)
+    expected = plain(model, ids, mask, max_new_tokens=budget)
+    method, settings = VARIANTS[name]
+    watch = CheckCache(model, drafter_of(method, **settings, **SHAPES[shape]), texts_of(expected, mask), **more)
+    result = ours(model, watch, ids, mask, max_new_tokens=budget)
+    assert torch.equal(result, expected)
+    assert watch.checked > 0 and watch.longest >= 2
+    assert any(not round.draft.tree.is_chain for round in watch.rounds) == (shape != "chain")
+    return watch
+
+
+def check(name: str, shape: str, lengths: list[int]) -> None:
+    watch = run(name, shape, lengths)
+    assert shape == "chain" or watch.off_spine > 0
+    assert watch.wrapped == ("window" in name), "rings went round"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("lengths", [[12], RAGGED])
+def test_committed_pairs_are_the_targets_own(shape: str, lengths: list[int]) -> None:
+    check("eagle", shape, lengths)
+
+
+@pytest.mark.parametrize(("name", "shape"), list(zip(VARIANTS, cycle(SHAPES), strict=False)))
+def test_every_variant(name: str, shape: str) -> None:
+    check(name, shape, RAGGED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_in_every_shape(name: str, shape: str) -> None:
+    for lengths in ([12], [1, 2, 3], RAGGED):
+        check(name, shape, lengths)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma3_text"])
+def test_other_targets(family: str) -> None:
+    run("eagle3", "static" if family == "qwen3" else "dynamic", RAGGED, family=family)
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3, window, two layers"])
+@pytest.mark.parametrize("chunk", [1, 3, 7])
+def test_long_prompts_are_read_in_chunks(name: str, chunk: int, monkeypatch) -> None:
+    monkeypatch.setattr("hf_specgen.drafters.pairs._CHUNK", chunk)
+    run(name, "chain" if chunk == 1 else "dynamic", [3, 29, 12, 1])
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3, window, two layers"])
+def test_rests_and_what_waits_meanwhile(name: str, monkeypatch) -> None:
+    model = tiny()
+    ids, mask = prompts(RAGGED)
+    expected = plain(model, ids, mask, max_new_tokens=70)
+    for most in (256, 5):  # with room for five columns the pairs are read while it rests
+        monkeypatch.setattr("hf_specgen.drafters.features._MOST_PENDING", most)
+        drafter = drafter_of(*VARIANTS[name][:1], **VARIANTS[name][1], tree="chain")
+        drafter.costs = Costs(slope=0.2, draft=0.2)
+        watch = CheckCache(model, drafter, texts_of(expected, mask), hit=0.1)
+        assert torch.equal(ours(model, watch, ids, mask, max_new_tokens=70), expected)
+        proposed = [max(round.proposed) for round in watch.rounds[1:]]
+        assert watch.rests > 10 and max(proposed[10:]) > 0 and watch.checked > 0
+        first = proposed.index(0)
+        assert any(proposed[first:]), "it drafts again after a rest"
+
+
+@pytest.mark.parametrize("fault", ["features", "length"])
+def test_a_wrong_cache_is_noticed(fault: str, monkeypatch) -> None:
+    take, settle = PairCache.add, PairCache.settle
+
+    def add(self: PairCache, hidden: tuple[torch.Tensor, ...], *columns: list[int]) -> None:
+        take(self, tuple(layer * 1.01 for layer in hidden), *columns)
+
+    if fault == "features":  # they are not the target's
+        monkeypatch.setattr(PairCache, "add", add)
+    else:  # a drafted pair stays
+        monkeypatch.setattr(PairCache, "settle", lambda self: (settle(self), settle(self)))
+    with pytest.raises(AssertionError):
+        run("eagle", "chain", [12])

@@ -1,0 +1,124 @@
+"""How EAGLE-3's layers are read from configs of every style: rope, sliding windows, head sizes, biases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support_formats import (
+    A,
+    H,
+    eagle3_file,
+    eagle3_shapes,
+    eagle_shapes,
+    layer,
+    library_config,
+    random,
+    read,
+    same,
+    source_of,
+)
+from torch import Tensor
+
+from hf_specgen.errors import IncompatibleDrafter
+from hf_specgen.formats.base import Checkpoint
+
+
+def plain(changed: dict[str, Tensor] | None = None, **settings: Any) -> Checkpoint:
+    config, tensors = eagle3_file(**settings)
+    return read(source_of(config, {**tensors, **(changed or {})}))
+
+
+def library(**settings: Any) -> Checkpoint:
+    return read(source_of(library_config(**settings), eagle3_file("layers.0.")[1]))
+
+
+@pytest.mark.parametrize(
+    ("inner", "window"),
+    [
+        ({"layer_types": ["sliding_attention"], "sliding_window": 2048}, 2048),
+        ({"layer_types": ["full_attention"], "sliding_window": 2048}, None),
+        ({"sliding_window": 2048}, None),
+        ({"layer_types": ["sliding_attention"] * 36, "sliding_window": 64}, 64),
+    ],
+)
+def test_sliding_windows_are_honoured(inner: dict[str, Any], window: int | None) -> None:
+    found = library(inner=inner)
+    assert found.config.sliding_window == window
+    assert any(str(inner["sliding_window"]) in note for note in found.notes)
+
+
+def test_layers_of_two_kinds_are_refused() -> None:
+    second = random({**layer("layers.1.", H), "layers.1.input_layernorm.weight": (H,)})
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+    config = library_config(layers=2, inner=kinds)
+    with pytest.raises(IncompatibleDrafter, match="layers of one kind"):
+        read(source_of(config, eagle3_file("layers.0.")[1] | second))
+    with pytest.raises(IncompatibleDrafter, match="chunked_attention"):
+        library(inner={"layer_types": ["chunked_attention"]})
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize(
+    ("settings", "rope"),
+    [
+        ({}, {"rope_type": "default", "rope_theta": 10000.0}),
+        ({"rope_theta": 5e5, "rope_scaling": None}, {"rope_type": "default", "rope_theta": 5e5}),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"rope_type": "linear", "factor": 2.0},
+        ),
+        ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, {"rope_theta": 5e5}),
+        ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **LLAMA3}}, {"rope_type": "llama3", **LLAMA3}),
+        ({"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}}, {"rope_theta": 5e5, **LLAMA3}),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 1]}}, {"rope_type": "default", "rope_theta": 10000.0}),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 7.0}, "sliding_attention": {}}}, {"rope_theta": 7.0}),
+    ],
+)
+def test_rope_is_the_drafts_own_in_every_style(settings: dict[str, Any], rope: dict[str, Any]) -> None:
+    found = plain(**settings).config.rope_parameters
+    assert {name: found[name] for name in rope} == rope
+    assert set(found) == {"rope_type", "rope_theta", *rope}
+
+
+def test_odd_ropes() -> None:
+    both = plain(rope_theta=5e5, rope_parameters={"rope_theta": 1e4, "rope_type": "default"})
+    assert both.config.rope_parameters["rope_theta"] == 1e4
+    assert "rope bases" in both.warnings[0]
+    with pytest.raises(IncompatibleDrafter, match="'spiral'"):
+        plain(rope_scaling={"type": "spiral"})
+    with pytest.raises(IncompatibleDrafter, match=r"partial_rotary_factor 0.5"):
+        plain(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5})
+
+
+def test_heads_wider_than_the_drafter() -> None:
+    wide = random(eagle3_shapes(dim=8))
+    found = plain(wide, head_dim=8)
+    assert (found.config.head_dim, found.config.hidden_size // A) == (8, 4)
+    with pytest.raises(IncompatibleDrafter, match="q_proj"):
+        plain(wide)
+
+
+def test_biases_are_told_by_their_tensors() -> None:
+    taken = {f"midlayer.self_attn.{name}_proj.bias": torch.randn(H if name in "qo" else H // 2) for name in "qkvo"}
+    inner = {
+        f"midlayer.mlp.{name}_proj.bias": torch.randn(H if name == "down" else 24) for name in ("gate", "up", "down")
+    }
+    found = plain(taken | inner)
+    assert found.config.attention_bias and found.config.mlp_bias
+    assert same(found.tensors, eagle3_file()[1] | taken | inner)
+
+
+@pytest.mark.parametrize("first", ["midlayer.", "layers.0."])
+def test_windows_that_the_producer_ignores_are_ignored_with_a_warning(first: str) -> None:
+    copied = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 128}  # the target's
+    config, tensors = eagle3_file(first, **copied)
+    found = read(source_of(config, tensors))
+    assert found.config.sliding_window is None
+    assert "Pass sliding_window=128" in found.warnings[0]
+    config, _ = eagle3_file(**copied)
+    assert "not followed" in read(source_of(config, random(eagle_shapes()))).warnings[0]
+    assert plain(layer_types=["full_attention"], sliding_window=128).warnings == ()

@@ -1,0 +1,182 @@
+"""The law of whole sampled runs with learned drafters, against enumeration with plain logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from fitted import untrained
+from law import enumerate_law, p_value
+from tiny import Watch, tiny
+
+from hf_specgen import DenseQ, Draft, Drafter, SpecGenError, SpeculativeDecoding
+
+ENOUGH = 1e-4
+WIDE = [[0], [1], [0, 0], [0, 1], [1, 0], [1, 1], [0, 0, 0]]
+SHAPES: dict[str, dict[str, object]] = {
+    "chain": {"tree": "chain", "num_tokens": 3},
+    "static": {"tree": WIDE},
+    "dynamic": {"tree": {"top_k": 2, "depth": 3, "nodes": 6}},
+}
+METHODS: dict[str, dict[str, object]] = {"medusa": {"num_heads": 3}, "eagle": {}, "eagle3": {}}
+SETTINGS = {
+    "plain": {"top_k": 0},
+    "temperature, top-k": {"temperature": 0.7, "top_k": 3},
+    "top-p, repetition": {"top_p": 0.8, "repetition_penalty": 1.4, "top_k": 0},
+}
+QUICK = [("medusa", "static"), ("eagle", "dynamic"), ("eagle3", "chain")]
+PAIRS = [
+    pytest.param(method, shape, marks=() if (method, shape) in QUICK else pytest.mark.slow)
+    for method in METHODS
+    for shape in SHAPES
+]
+
+
+def model_of(vocab: int):
+    """Build a model with a flat law, in float64."""
+    return tiny(0, vocab=vocab, initializer_range=0.2).double()
+
+
+@pytest.fixture(scope="module")
+def eight():
+    return model_of(8)
+
+
+@pytest.fixture(scope="module")
+def four():
+    return model_of(4)
+
+
+def prompt(vocab: int) -> torch.Tensor:
+    return torch.randint(1, vocab, (1, 6), generator=torch.Generator().manual_seed(5))
+
+
+def draw(model, drafter: Drafter | None, count: int, rule: str = "rejection", tokens: int = 4, **settings):
+    """Sample ``count`` texts, two tokens more than are compared; return the compared ones."""
+    ids = prompt(model.config.vocab_size).repeat(count, 1)
+    loop = SpeculativeDecoding(drafter, rule)
+    asked = {"attention_mask": torch.ones_like(ids), "custom_generate": loop, "do_sample": True, "seed": 0}
+    return model.generate(ids, **asked, max_new_tokens=tokens + 2, **settings)[:, 6 : 6 + tokens]
+
+
+@pytest.mark.parametrize(("method", "shape"), PAIRS)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_deterministic_drafts_change_no_text(name: str, method: str, shape: str, eight) -> None:
+    """Sample-and-match: the text is a function of the seed alone, and follows the target's law without a drafter."""
+    watch = Watch(untrained(method, eight, [1, 3, 4], reduced=method == "eagle3", **METHODS[method], **SHAPES[shape]))
+    for rule in ("rejection", "gumbel"):
+        expected = draw(eight, None, 40, rule, **SETTINGS[name])
+        assert torch.equal(draw(eight, watch, 40, rule, **SETTINGS[name]), expected), rule
+        assert watch.longest >= 1 + (method != "medusa")
+        assert all(round.draft.q is None for round in watch.rounds)
+
+
+def sampled(method: str, model, shape: str, **settings: object) -> Watch:
+    return Watch(untrained(method, model, [1, 3, 4], sample=True, **METHODS[method], **SHAPES[shape], **settings))
+
+
+@pytest.mark.parametrize(
+    ("method", "shape", "rule"),
+    [
+        *[(method, "static", "rejection") for method in METHODS],
+        ("medusa", "chain", "block"),
+        ("eagle", "chain", "rejection"),
+        ("eagle3", "chain", "block"),
+        pytest.param("medusa", "chain", "rejection", marks=pytest.mark.slow),
+        pytest.param("eagle", "chain", "block", marks=pytest.mark.slow),
+        pytest.param("eagle3", "chain", "rejection", marks=pytest.mark.slow),
+    ],
+)
+def test_sampled_drafts(method: str, shape: str, rule: str, four) -> None:
+    law = enumerate_law(four, prompt(4), 4, do_sample=True, top_k=0)
+    watch = sampled(method, four, shape)
+    draws = draw(four, watch, 1_000, rule, top_k=0)
+    assert watch.longest >= 2
+    assert all(round.draft.q is not None for round in watch.rounds[1:] if round.draft.width)
+    assert (watch.off_spine > 100) == (shape == "static")
+    assert p_value(draws, law, 4) > ENOUGH
+    assert p_value(draws[:, [1, 0, 2, 3]], law, 4) < ENOUGH, "the test tells laws apart"
+
+
+@pytest.mark.parametrize(
+    ("method", "shape"), [("medusa", "chain"), ("medusa", "static"), ("eagle", "static"), ("eagle3", "static")]
+)
+@pytest.mark.parametrize("name", ["temperature, top-k", "top-p, repetition"])
+def test_sampled_drafts_under_processors(name: str, method: str, shape: str, eight) -> None:
+    settings, count = SETTINGS[name], 200 if name == "top-p, repetition" else 800
+    law = enumerate_law(eight, prompt(8), 3, do_sample=True, **settings)
+    watch = sampled(method, eight, shape, reduced=method == "eagle3")
+    draws = draw(eight, watch, count, tokens=3, **settings)
+    assert watch.longest >= 2
+    assert p_value(draws, law, 8) > ENOUGH
+
+
+@pytest.mark.parametrize("shape", ["chain", "static"])
+@pytest.mark.parametrize("method", METHODS)
+def test_coupled_drafts_change_no_text(method: str, shape: str, eight) -> None:
+    """rule='gumbel': sampled drafts share the target's noise, the text is that of the seed."""
+    expected = draw(eight, None, 40, "gumbel", top_k=0)
+    watch = sampled(method, eight, shape, reduced=method == "eagle3")
+    assert torch.equal(draw(eight, watch, 40, "gumbel", top_k=0), expected)
+    assert watch.longest >= 2
+    assert all(round.draft.q is None for round in watch.rounds)
+    plain = Watch(untrained(method, eight, [1, 3, 4], reduced=method == "eagle3", **METHODS[method], **SHAPES[shape]))
+    draw(eight, plain, 40, "gumbel", top_k=0)
+    assert accepted(watch) > accepted(plain), "shared noise agrees more often than the best token"
+
+
+def accepted(watch: Watch) -> float:
+    paths = [len(path) for round in watch.rounds[1:] for path in round.paths]
+    return sum(paths) / len(paths)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_drawn_dynamic_trees_are_refused(method: str, four) -> None:
+    with pytest.raises(SpecGenError, match="dynamic tree"):
+        draw(four, sampled(method, four, "dynamic"), 2, top_k=0)
+
+
+class Misreported(Watch):
+    """Hand over another law than the drafted tokens were drawn from."""
+
+    def propose(self, sequences) -> Draft:
+        draft = super().propose(sequences)
+        return draft if draft.q is None else self.change(draft)
+
+    def change(self, draft: Draft) -> Draft:
+        return replace(draft, q=DenseQ(torch.zeros_like(draft.q.logits)))
+
+
+class Replaced(Misreported):
+    """Say that siblings were drawn with replacement."""
+
+    def change(self, draft: Draft) -> Draft:
+        return replace(draft, without_replacement=False)
+
+
+@pytest.mark.parametrize(("fault", "method"), [(Misreported, "eagle"), (Replaced, "eagle3"), (Replaced, "medusa")])
+def test_a_wrong_law_is_noticed(fault: type[Misreported], method: str, four) -> None:
+    law = enumerate_law(four, prompt(4), 3, do_sample=True, top_k=0)
+    watch = fault(sampled(method, four, "static").inner)
+    draws = draw(four, watch, 2_000, tokens=3, top_k=0)
+    assert watch.longest >= 2
+    assert p_value(draws, law, 4) < ENOUGH
+
+
+@pytest.mark.parametrize(("method", "shape"), PAIRS)
+def test_a_row_writes_what_it_writes_alone(method: str, shape: str, eight) -> None:
+    ids = torch.randint(1, 8, (3, 5), generator=torch.Generator().manual_seed(1))
+    mask = torch.tensor([[1] * 5, [0, 0, 1, 1, 1], [0, 1, 1, 1, 1]])
+    ids = ids * mask
+    for sample in (False, True):
+        if sample and shape == "dynamic":
+            continue
+        drafter = untrained(method, eight, [1, 3, 4], sample=sample, **METHODS[method], **SHAPES[shape])
+        asked = {"do_sample": True, "top_k": 0, "max_new_tokens": 12}
+        loop = SpeculativeDecoding(drafter)
+        both = eight.generate(ids, attention_mask=mask, custom_generate=loop, seed=[4, 5, 6], **asked)
+        for row, seed in enumerate((4, 5, 6)):
+            real = mask[row].bool()
+            one = eight.generate(ids[row : row + 1, real], custom_generate=loop, seed=[seed], **asked)
+            assert both[row, 5:].tolist() == one[0, int(real.sum()) :].tolist(), (sample, row)
