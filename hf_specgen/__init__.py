@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from hf_specgen.errors import IncompatibleDrafter, SpecGenError, UnsupportedTarget
     from hf_specgen.generate import SpeculativeDecoding, last_stats
     from hf_specgen.loading import calibrate_aux_layers, describe, load_drafter
+    from hf_specgen.lossy import Typical
     from hf_specgen.ops import use_kernels
     from hf_specgen.packing import prepack, unpack
     from hf_specgen.stats import AcceptanceStats, RowStats
+    from hf_specgen.stock import StockCandidates, stock_candidates
 
 __version__ = "0.1.0"
 
@@ -50,7 +52,9 @@ __all__ = [
     "SpecGenError",
     "SpeculativeDecoding",
     "SpeculativeMixin",
+    "StockCandidates",
     "Tree",
+    "Typical",
     "UnsupportedTarget",
     "Verdict",
     "__version__",
@@ -61,6 +65,7 @@ __all__ = [
     "last_stats",
     "load_drafter",
     "prepack",
+    "stock_candidates",
     "unpack",
     "use_attention",
     "use_kernels",
@@ -84,9 +89,11 @@ _HOME = {
     "errors": ("IncompatibleDrafter", "SpecGenError", "UnsupportedTarget"),
     "generate": ("SpeculativeDecoding", "last_stats"),
     "loading": ("calibrate_aux_layers", "describe", "load_drafter"),
+    "lossy": ("Typical",),
     "ops": ("use_kernels",),
     "packing": ("prepack", "unpack"),
     "stats": ("AcceptanceStats", "RowStats"),
+    "stock": ("StockCandidates", "stock_candidates"),
 }
 
 

@@ -27,7 +27,6 @@ class DrafterConfig(PretrainedConfig):
     def __init__(  # noqa: PLR0913 - a configuration is its list of fields
         self,
         method: str = "eagle3",
-        # the drafter's own layers, built from transformers' classes of ``layer_type``
         layer_type: str = "llama",
         hidden_size: int = 64,
         intermediate_size: int = 128,
@@ -42,30 +41,23 @@ class DrafterConfig(PretrainedConfig):
         attention_bias: bool = False,
         mlp_bias: bool = False,
         sliding_window: int | None = None,
-        # vocabulary
         vocab_size: int = 512,
         draft_vocab_size: int | None = None,
-        # what belongs to whom
         target_hidden_size: int | None = None,
         own_embedding: bool = False,
         own_head: bool = True,
-        # EAGLE-1
         fc_bias: bool = False,
-        # EAGLE-3
         aux_layer_boundaries: list[int] | None = None,
         norm_before_residual: bool = False,
         norm_before_fc: bool = False,
         fc_norm: bool = False,
         norm_output: bool = False,
-        # Medusa
         num_heads: int = 0,
         num_head_layers: int = 1,
         head_bias: bool = True,
-        # how to draft
         tree: Any = None,
         num_tokens: int | None = None,
         sample: bool = False,
-        # the target
         target: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:

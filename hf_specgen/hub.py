@@ -95,7 +95,8 @@ class Opened:
     def told(self, config: DrafterConfig, notes: tuple[str, ...], warnings: tuple[str, ...]) -> Report:
         """Return what was found and decided in the end."""
         shapes = self.source.shapes
-        count = sum(math.prod(shapes[theirs]) for ours, theirs in self.plan.names.items() if ours not in INT_MAPS)
+        learned = {theirs for ours, theirs in self.plan.names.items() if not ours.endswith(INT_MAPS)}
+        count = sum(math.prod(shapes[name]) for name in learned)
         said = tuple(f"{name} = {value!r}, as the caller says" for name, value in self.overrides.items())
         return Report(self.source.name, self.layout.name, config, count, (*notes, *said), warnings)
 

@@ -63,9 +63,9 @@ def verify_typical(dense: Dense | None, draft: Draft, coins: CoinSource | None, 
     token, law, invalid = ops.row_draw(flat, one, one.int(), one, one, coin.flatten(), *statistics)
     if dense.temperature == 0:
         token, _ = ops.argmax(flat)
-    places = (part.view(batch, scored, *part.shape[1:]) for part in (law, token, invalid))
-    shape = (draft.tokens, draft.tree.parents, draft.n_valid)
-    return Verdict(*ops.typical_tree(dense.logits, one[:batch], *places, *shape, rule.threshold, rule.alpha))
+    law, token, invalid = law.view(batch, scored, -1), token.view(batch, scored), invalid.view(batch, scored)
+    target, shape = (dense.logits, one[:batch], law, token, invalid), (draft.tokens, draft.tree.parents, draft.n_valid)
+    return Verdict(*ops.typical_tree(*target, *shape, rule.threshold, rule.alpha))
 
 
 def read_rule(rule: str | Typical, exact: Collection[str]) -> str | Typical:

@@ -23,7 +23,7 @@ CODE = (*PACKAGE, "tests/", "examples/")
 # Left imports nothing from the right; on one level too. `__init__` is the package's public face.
 ORDER = """kernels < errors, draft, stats, costs, facts, drafter_config < ops < coins < fused, lossy, layer_kinds, taps
 < warp, cache, attention, forward, verify, sequences, packing, formats, files, hub, card
-< target < selfcheck, requests, outputs < drafters < loading, stock < generate, entry < trainers < __init__ < bench < cli"""
+< target < selfcheck, requests, outputs < drafters < loading < generate, entry, stock < trainers < __init__ < bench < cli"""
 RANK = {name: rank for rank, name in enumerate(re.findall(r"\w+", ORDER))}
 
 FILE_LINES = 450
@@ -49,6 +49,7 @@ TRANSFORMERS_NAMES = {
     "assistant_tokenizer",
     "num_assistant_tokens",
     "num_assistant_tokens_schedule",
+    "update_candidate_strategy",
 }
 MUTATORS = {"add", "append", "clear", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
 CONTAINERS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict", "WeakSet"} | {
@@ -116,7 +117,10 @@ def wrong_imports(sources: Sources) -> list[str]:
 
 def wrong_neighbours(sources: Sources) -> list[str]:
     """A drafter stands alone on base and layers, a trainer on base, data and losses."""
-    common = {"drafters": {"__init__", "base", "layers", "learned", "trees", "sequoia", "features"}, "trainers": {"__init__", "base", "data", "losses"}}
+    common = {
+        "drafters": {"__init__", "base", "layers", "learned", "trees", "sequoia", "features", "growing", "pairs", "unrolling"},
+        "trainers": {"__init__", "base", "data", "frozen", "losses", "metrics", "tally"},
+    }
     found = []
     for path, tree in parsed(sources, PACKAGE):
         here = module_of(path)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny import (
     KINDS,
+    LEARNED,
     TREES,
     Keep,
     RandomTree,
@@ -25,7 +26,7 @@ from transformers import MaxLengthCriteria
 from hf_specgen import PromptLookup, SmallModel, SpeculativeDecoding
 
 ROWS = [5, 17, 11, 24]
-GREEDY = ("lookup", "branches", "small", "tree")  # for a greedy target a sampling drafter drafts greedily: see C01
+GREEDY = ("lookup", "branches", "small", "tree", *LEARNED)  # for a greedy target a sampling drafter drafts greedily: see C01
 
 
 @pytest.fixture(scope="module")

@@ -382,7 +382,7 @@ def test_verify_fails_a_wrong_law(target: str, prompts: str, monkeypatch: pytest
             "--num-tokens has no effect with --drafter none",
         ),
         (["generate", "hi", "--drafter", "eagle"], "the drafter 'eagle' is unknown. Give one of: prompt-lookup"),
-        (["generate", "hi", "--temperature", "1", "--sample-drafts"], "Only small-model:<id or path> can sample"),
+        (["generate", "hi", "--temperature", "1", "--sample-drafts"], "and learned:<id or path> can sample"),
         (["generate", "hi", "--max-new-tokens", "500"], "500 new ones are asked for, but the target's context is 128"),
         (["generate", "--file", "missing.jsonl"], "cannot read the prompt file missing.jsonl"),
         (["bench", "--categories", "none,qa"], "no prompt has the category 'none'; the file has: summarization"),

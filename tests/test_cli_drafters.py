@@ -217,7 +217,7 @@ def test_convert_replaces_only_when_told(eagle3: Path, tmp_path: Path) -> None:
     assert "is a file" in refused("convert", eagle3, out / "README.md", "--to", "specgen")
 
 
-@pytest.mark.parametrize("moment", ["write", "rename"])
+@pytest.mark.parametrize("moment", ["write", "rename", "stop"])
 def test_an_interrupted_conversion_changes_nothing(
     eagle3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
@@ -231,7 +231,7 @@ def test_an_interrupted_conversion_changes_nothing(
 
     def once(source: Path, place: Path) -> None:
         if Path(source).name == "new":
-            raise OSError("no space")
+            raise OSError("no space") if moment == "rename" else KeyboardInterrupt
         rename(source, place)
 
     if moment == "write":
@@ -239,7 +239,7 @@ def test_an_interrupted_conversion_changes_nothing(
     else:
         monkeypatch.setattr("hf_specgen.cli.convert.os.replace", once)
     result = call("convert", eagle3, out, "--to", "specgen", "--force")
-    assert result.exit_code == (130 if moment == "write" else 2), result.output
+    assert result.exit_code == (2 if moment == "rename" else 130), result.output
     after = {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()}
     assert after == before
 

@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 import torch
-from feature_cases import RAGGED, SHAPES, Steered, config_of, drafter_of, rollout, true_features
+from feature_cases import RAGGED, SHAPES, Steered, config_of, drafter_of, rollout, run_pairs, true_features
 from oracle import drafter_from, eagle3_oracle, eagle_oracle, oracle_target
 from tiny import Watch, build, ours, plain, prompts, texts_of, tiny
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
@@ -54,6 +54,15 @@ class Book:
         logits = rollout(self.drafter, self.text, self.features, list(path))
         best = logits.log_softmax(-1).topk(count)
         return list(zip(self.drafter.to_target(best.indices).tolist(), best.values.tolist(), strict=True))
+
+    def chain(self, ranks: list[int]) -> list[tuple[int, ...]]:
+        tokens, features, paths = self.text[1:], self.features, [()]
+        for rank in ranks:
+            states = run_pairs(self.drafter, tokens, features)
+            best = self.drafter.logits(states[:, -1])[0].topk(rank + 1).indices[-1]
+            tokens, features = [*tokens, int(self.drafter.to_target(best))], torch.cat((features, states[:, -1:]), 1)
+            paths.append((*paths[-1], tokens[-1]))
+        return paths[1:]
 
     def static(self, shape: list[list[int]], depth: int) -> list[tuple[int, ...]]:
         known: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
@@ -101,6 +110,19 @@ def test_drafts_are_what_the_layers_say(method: str, shape: str) -> None:
     assert checked >= 20 and watch.longest >= 2
 
 
+def test_a_draft_longer_than_the_window_stays_whole() -> None:
+    model = tiny()
+    ids, mask = prompts([24, 9])
+    expected = plain(model, ids, mask, max_new_tokens=40)
+    drafter = drafter_of("eagle3", tree="chain", num_tokens=30, sliding_window=5, num_hidden_layers=2)
+    watch = Record(drafter, texts_of(expected, mask), hit=0.9)
+    assert torch.equal(ours(model, watch, ids, mask, max_new_tokens=40), expected)
+    for texts, _, draft in watch.made[:2]:
+        for row, text in enumerate(texts):
+            made = draft.tokens[row, : int(draft.n_valid[row])].tolist()
+            assert len(made) > 20 and made == list(Book(drafter, model, text).chain([0] * len(made))[-1])
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_greedy_text_is_plain_at_any_length_and_end(method: str) -> None:
     model = tiny()
@@ -110,7 +132,7 @@ def test_greedy_text_is_plain_at_any_length_and_end(method: str) -> None:
     end = int(known[1, 24 + 9])
     for shape in SHAPES:
         watch = Steered(drafter_of(method, **SHAPES[shape]), texts)
-        for budget in (1, 2, 3, 4, 5, 9):
+        for budget in (1, 2, 3, 6):
             assert torch.equal(ours(model, watch, ids, mask, max_new_tokens=budget), known[:, : 24 + budget]), budget
         settings = {"max_new_tokens": 24, "eos_token_id": end}
         expected = plain(model, ids, mask, **settings)
@@ -146,24 +168,28 @@ def test_a_call_may_ask_for_lengths() -> None:
         ({"assistant_confidence_threshold": 2.0}, "chain", 0),
     ):
         watch = Watch(drafter_of("eagle", **SHAPES[shape]))
-        assert torch.equal(ours(model, watch, ids, mask, **settings), plain(model, ids, mask))
+        settings["max_new_tokens"] = 12
+        assert torch.equal(ours(model, watch, ids, mask, **settings), plain(model, ids, mask, max_new_tokens=12))
         assert max(max(round.proposed) for round in watch.rounds) == width, settings
     for threshold, widths in ((0.9, {0, 1, 2, 3, 4}), (0.0, {4})):
         drafter = drafter_of("eagle", tree="chain", num_tokens=4)
         drafter.confidence = threshold
         watch = Watch(drafter)
-        ours(model, watch, ids, mask)
+        ours(model, watch, ids, mask, max_new_tokens=16)
         assert {round.proposed[0] for round in watch.rounds[1:-4]} <= widths
-    shorter = drafter_of("eagle", tree=[[0], [0, 0], [0, 0, 0]])
-    watch = Watch(shorter)
-    ours(model, watch, ids, mask)
-    assert watch.width == 3 and all(round.draft.tree.is_chain for round in watch.rounds)
+    for tree in ([[0], [0, 0], [0, 0, 0]], [[1], [1, 0], [1, 0, 2]]):
+        watch = Record(drafter_of("eagle", tree=tree), texts_of(plain(model, ids, mask, max_new_tokens=12), mask))
+        ours(model, watch, ids, mask, max_new_tokens=12)
+        assert watch.width == 3 and all(round.draft.tree.is_chain for round in watch.rounds)
+        texts, _, draft = watch.made[0]
+        assert paths_of(draft, 0) == Book(watch.inner, model, texts[0]).chain([path[-1] for path in tree])
 
 
 def test_processors_that_reorder_tokens_are_asked_when_drafting() -> None:
     model = tiny()
     ids, mask = prompts([5, 17])
     for settings in ({"repetition_penalty": 8.0}, {"bad_words_ids": [[token] for token in range(1, 50)]}):
+        settings["max_new_tokens"] = 12
         expected = plain(model, ids, mask, **settings)
         for shape in SHAPES:
             watch = Record(drafter_of("eagle3", draft_vocab_size=16, **SHAPES[shape]), texts_of(expected, mask))
@@ -291,10 +317,10 @@ def test_dtypes_may_differ(method: str) -> None:
         (torch.float64, torch.float32),
     ):
         model = copy.deepcopy(target.model).to(theirs)
-        expected = plain(model, ids, mask)
+        expected = plain(model, ids, mask, max_new_tokens=12)
         for shape in SHAPES:
             watch = Watch(drafter_from(write(target, "delay", **SHAPES[shape]), ours_dtype))
-            assert torch.equal(ours(model, watch, ids, mask), expected)
+            assert torch.equal(ours(model, watch, ids, mask, max_new_tokens=12), expected)
             assert watch.longest == (3 if shape == "static" else 4), (ours_dtype, theirs, shape)
 
 

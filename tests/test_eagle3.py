@@ -132,13 +132,14 @@ def test_default_boundaries_follow_the_target() -> None:
 def test_only_ids_of_the_reduced_vocabulary_are_drafted(shape: str) -> None:
     model = tiny()
     ids, mask = prompts(RAGGED)
+    expected = plain(model, ids, mask, max_new_tokens=12)
     for cast in (torch.float32, torch.float16):  # a cast must not touch the map
         drafter = drafter_of("eagle3", draft_vocab_size=len(REDUCED), **SHAPES[shape]).to(cast)
         assert drafter.d2t.dtype == torch.long and drafter.t2d.dtype == torch.bool
         assert drafter.target_ids.tolist() == REDUCED == drafter.t2d.nonzero().flatten().tolist()
         assert drafter.to_target(torch.tensor([-1, 0, 15])).tolist() == [-1, 0, 63]
         watch = Watch(drafter.float())
-        assert torch.equal(ours(model, watch, ids, mask), plain(model, ids, mask))
+        assert torch.equal(ours(model, watch, ids, mask, max_new_tokens=12), expected)
         assert len(watch.drafted) > 5 and watch.drafted <= set(REDUCED)
 
 
@@ -146,7 +147,7 @@ def test_only_ids_of_the_reduced_vocabulary_are_drafted(shape: str) -> None:
 @pytest.mark.parametrize("reduced", [False, True])
 def test_the_law_that_is_handed_over_is_the_processed_one(shape: str, reduced: bool) -> None:
     model = tiny()
-    ids, mask = prompts([5, 17])
+    ids, mask = prompts([17, 17])  # older transformers penalise pads
     settings = {"draft_vocab_size": len(REDUCED)} if reduced else {}
     drafter = drafter_of("eagle3", sample=True, **settings, **SHAPES[shape])
     kept = []

@@ -138,6 +138,8 @@ def test_a_full_vocabulary_has_no_map(said: int | None) -> None:
         assert same(read(source_of(config, tensors | maps)).tensors, tensors)
         with pytest.raises(IncompatibleDrafter, match="not the identity"):
             read(source_of(config, tensors | maps | {"d2t": torch.arange(V)}))
+        with pytest.raises(IncompatibleDrafter, match="not the identity"):
+            read(source_of(config, tensors | maps | {"t2d": torch.arange(V) > 3}))
 
 
 def test_the_map_tells_an_unsaid_size() -> None:
@@ -145,6 +147,8 @@ def test_the_map_tells_an_unsaid_size() -> None:
     config["draft_vocab_size"] = None
     assert read(source_of(config, tensors)).config.draft_vocab_size == VD
     config["truncated_vocab_size"] = VD  # nebius
+    with pytest.raises(IncompatibleDrafter, match="drafts 12 of 40 ids and lacks the tensor d2t"):
+        read(source_of(config, {name: tensors[name] for name in tensors if name != "d2t"}))
     assert read(source_of(config, tensors)).config.draft_vocab_size == VD
     config |= {"draft_vocab_size": V + 1}
     with pytest.raises(IncompatibleDrafter, match="exceeds vocab_size"):

@@ -99,6 +99,23 @@ def test_the_test_sees_a_law_that_was_not_drawn_from(shape: str, six, monkeypatc
     assert p_value(draws, law, 6) < 1e-6
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_siblings_are_drawn_without_replacement_and_the_verdict_is_told(told: bool, six, monkeypatch) -> None:
+    """Heads that are far from the target, so that second siblings matter; untold, the law is another."""
+    law = enumerate_law(six, prompt(), NEW, do_sample=True, top_k=0)
+    drafter = heads_for(six, tree=[[0], [1], [2]], sample=True)
+    with torch.no_grad():
+        torch.manual_seed(1)
+        drafter.get_submodule("0")[-1].weight.normal_(std=0.3)
+    watch, made = Watch(drafter), medusa.Draft
+    if not told:
+        monkeypatch.setattr(medusa, "Draft", lambda *parts: made(*parts[:4]))
+        monkeypatch.setattr(medusa.Draft, "empty", made.empty, raising=False)
+    draws = draw(six, watch, 4_000, top_k=0)
+    assert watch.off_spine > 0
+    assert p_value(draws, law, 6) > ENOUGH if told else p_value(draws, law, 6) < 1e-6
+
+
 @pytest.mark.parametrize("tree", ["chain", TREE, {"top_k": 3, "depth": 3, "nodes": 8}], ids=str)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_picked_drafts_leave_the_text_to_the_seed(name: str, tree, six) -> None:

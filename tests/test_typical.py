@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 from law import enumerate_law, p_value
-from tiny import KINDS, Watch, assert_ran, build, disturbed, drafter_of, garbled, plain, prompts, texts_of, tiny
+from tiny import Watch, assert_ran, build, disturbed, drafter_of, garbled, plain, prompts, texts_of, tiny
 
 from hf_specgen import Drafter, PromptLookup, SmallModel, SpecGenError, SpeculativeDecoding, enable, ops, use_kernels
 from hf_specgen.coins import Coins
@@ -144,7 +144,7 @@ def run(model, drafter, ids, mask=None, rule: str | Typical = "typical", **setti
 
 
 @pytest.mark.parametrize("greedy", [True, False])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "sampled"])
+@pytest.mark.parametrize("kind", ["lookup", "branches", "small", "tree"])
 def test_more_is_accepted_and_the_text_is_another(kind: str, greedy: bool) -> None:
     model = tiny()
     ids, mask = prompts(LENGTHS)
@@ -213,9 +213,9 @@ def test_the_kernels_write_the_same_text() -> None:
     ids, mask = prompts([5, 9])
     texts = texts_of(run(model, None, ids, mask, "rejection"), mask)
     drafter = drafter_of("branches", model, texts)
-    expected = run(model, drafter, ids, mask, max_new_tokens=8)
+    expected = run(model, drafter, ids, mask, max_new_tokens=6)
     with use_kernels("triton"), ops.record() as calls:
-        text = run(model, drafter, ids, mask, max_new_tokens=8)
+        text = run(model, drafter, ids, mask, max_new_tokens=6)
     assert torch.equal(text, expected) and calls["typical_tree", "triton"] >= 2
 
 

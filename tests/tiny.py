@@ -243,7 +243,7 @@ def garbled(text: list[int], period: int = 7, vocab: int = 64) -> list[int]:
 LEARNED: dict[str, tuple[str, str, dict[str, object]]] = {
     "medusa": ("medusa", "static", {"num_head_layers": 1}),
     "eagle": ("eagle", "chain", {}),
-    "eagle dynamic": ("eagle", "dynamic", {"fc_bias": True}),
+    "eagle dynamic": ("eagle", "dynamic", {"fc_bias": True, "sliding_window": 8}),
     "eagle3": ("eagle3", "static", {"reduced": True}),
 }
 KINDS = ("lookup", "branches", "small", "sampled", "tree", *LEARNED)
@@ -277,7 +277,9 @@ def learned(kind: str, model: PreTrainedModel, texts: list[list[int]], tokens: i
     spine = [[0] * depth for depth in range(1, tokens + 1)]
     shapes: dict[str, dict[str, object]] = {
         "chain": {"tree": "chain", "num_tokens": tokens},
-        "static": {"tree": [*spine, *([*path[:-1], 1] for path in spine), *([[1, 0], [1, 1]] if tokens > 1 else [])]},
+        "static": {
+            "tree": [*spine, *([*path[:-1], 1] for path in spine[:2]), *([[1, 0], [1, 1]] if tokens > 1 else [])]
+        },
         "dynamic": {"tree": {"top_k": 2, "depth": tokens, "nodes": 2 * tokens}},
     }
     heads = {"num_heads": tokens} if method == "medusa" else {}

@@ -168,7 +168,8 @@ class DrafterChoice:
             raise SpecGenError(f"the drafter {spec!r} is unknown. Give one of: {DRAFTERS}.")
         if sample:
             raise SpecGenError(
-                f"the drafter {spec!r} copies or drafts nothing. Only small-model: and learned:<id or path> can sample."
+                f"the drafter {spec!r} copies or drafts nothing. Only small-model:<id or path> "
+                "and learned:<id or path> can sample."
             )
         return cls(spec, sample, rule)
 

@@ -91,13 +91,10 @@ def replaced(folder: Path) -> Iterator[Path]:
                 if entry.name != "config.json" and not is_weights(entry.name) and not (fresh / entry.name).exists():
                     _copy(entry, fresh / entry.name)
             os.replace(place, old)
-        try:
-            os.replace(fresh, place)
-        except OSError:
-            if old.exists():
-                os.replace(old, place)
-            raise
+        os.replace(fresh, place)
     finally:
+        if old.exists() and not place.exists():
+            os.replace(old, place)
         shutil.rmtree(beside, ignore_errors=True)
 
 

@@ -9,6 +9,8 @@ from hf_specgen.cache import SlotCache
 from hf_specgen.drafter_config import DrafterConfig
 from hf_specgen.drafters.features import FeatureDrafter
 from hf_specgen.drafters.layers import DraftLayer, LayerClasses, PairLayer
+from hf_specgen.drafters.learned import Objective, TrainingOutput
+from hf_specgen.drafters.unrolling import Lesson, unroll
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError
 
 _FUSED = 3
@@ -52,6 +54,37 @@ class Eagle3Drafter(FeatureDrafter):
             self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
         self.post_init()
 
+    def forward(  # noqa: PLR0913 - one lesson, as the trainer's batch names its parts
+        self,
+        input_ids: Tensor,
+        features: tuple[Tensor, ...],
+        last_hidden: Tensor,
+        loss_mask: Tensor,
+        objective: Objective,
+        target_head: Tensor,
+        document_ids: Tensor | None = None,
+        weights: Tensor | None = None,
+        steps: int = 7,
+        decay: float = 0.8,
+        wants_rates: bool = False,
+    ) -> TrainingOutput:
+        """Compare the drafter with its target where it drafts ``steps`` tokens behind every place of a text.
+
+        Shapes: ``input_ids, loss_mask, document_ids, weights (B, T)`` (``loss_mask``: token t is supervised),
+        ``features``: one ``(B, T, D)`` per entry of ``hidden_layers``, ``last_hidden (B, T, D)``: what the target's
+        head reads, ``target_head (V, D)``: its weight. Step k counts ``decay ** k``.
+        """
+        inputs = input_ids, features, last_hidden, loss_mask, objective, target_head, document_ids, weights, wants_rates
+        return unroll(self, Lesson(*inputs), steps, decay, self.config.sliding_window)
+
+    def head_states(self, states: Tensor) -> Tensor:
+        """Return what the head reads of what ``step`` returned."""
+        return states if self.config.norm_output else self._normed(states)
+
+    def head_weight(self, target_head: Tensor) -> Tensor:
+        """Return the weight ``(V_draft, H)`` of the drafter's head, its own or the target's."""
+        return self.lm_head.weight if self.config.own_head else target_head[: self.config.vocab_size]
+
     @property
     def hidden_layers(self) -> tuple[int, ...]:  # type: ignore[override]
         """Return the boundaries of the target that are fused, in order."""
@@ -78,7 +111,7 @@ class Eagle3Drafter(FeatureDrafter):
 
     def logits(self, states: Tensor) -> Tensor:
         """Score states over the drafter's own vocabulary."""
-        scores = self.score(states if self.config.norm_output else self._normed(states))
+        scores = self.score(self.head_states(states))
         return scores if self.config.own_head else scores[..., : self.config.vocab_size]
 
     def to_target(self, ids: Tensor) -> Tensor:

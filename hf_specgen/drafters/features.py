@@ -186,7 +186,7 @@ class Session:
 
     def _plan(self, shape: StaticShape, depth: int) -> Plan:
         if depth not in self._plans:
-            cut = StaticShape.chain(depth) if shape.is_chain else shape.cut(depth)
+            cut = shape.cut(depth) if self.pace is None else StaticShape.chain(depth)
             self._plans[depth] = Plan(cut, self.drafter.parts.device)
         return self._plans[depth]
 
@@ -204,7 +204,7 @@ def _choose(drafter: FeatureDrafter, sequences: Sequences, costs: Costs) -> tupl
             "they are no fair draws. Use a chain or a fixed tree, or sample=False (the text follows the target's law "
             "either way)."
         )
-    if isinstance(shape, StaticShape) and shape.is_chain:
+    if isinstance(shape, StaticShape) and shape.is_chain and not any(shape.ranks):
         if draws and request.schedule is None and sequences.rule != "gumbel":
             request = replace(request, schedule="constant")  # what is drawn depends on the length: neighbours no
         own = config.num_tokens if shape is chain or config.num_tokens else len(shape)

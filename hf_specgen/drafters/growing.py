@@ -9,7 +9,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hf_specgen import ops
 from hf_specgen.coins import Coins
 from hf_specgen.costs import Costs
 from hf_specgen.draft import DenseQ, Draft, Tree
@@ -105,8 +104,8 @@ class _Level:
     None stands for all of them, in order.
     """
 
-    run: list[int] | None
-    parents: list[int] | None
+    run: Tensor | None
+    parents: Tensor | None
     tree: Tree
 
 
@@ -123,14 +122,15 @@ class Plan:
             parents = [before.index(shape.parents[node]) for node in nodes]
             ran += len(run)
             tree = Tree.chain(ran, device) if shape.is_chain else Tree(self._parents(ran, device))
-            self.levels.append(_Level(_unless_all(run, len(level)), _unless_all(parents, len(before)), tree))
+            places = (_unless_all(run, len(level), device), _unless_all(parents, len(before), device))
+            self.levels.append(_Level(*places, tree))
 
     def _parents(self, ran: int, device: torch.device) -> Tensor:
         return torch.tensor([self.shape.internal_parents[:ran]], device=device)
 
 
-def _unless_all(places: list[int], count: int) -> list[int] | None:
-    return None if places == list(range(count)) else places
+def _unless_all(places: list[int], count: int, device: torch.device) -> Tensor | None:
+    return None if places == list(range(count)) else torch.tensor(places, device=device)
 
 
 @dataclass(frozen=True)
@@ -163,10 +163,10 @@ class Grower:
             if depth == shape.max_depth:
                 break
             level = plan.levels[depth - 1]
-            chosen = tokens[-1] if level.run is None else tokens[-1][:, level.run]
-            above = states if level.parents is None else states[:, level.parents]
+            chosen = _picked(tokens[-1], level.run)
+            above = _picked(states, level.parents)
             if self.laws.processes:
-                paths = paths if level.parents is None else paths[:, level.parents]
+                paths = _picked(paths, level.parents)
                 paths = torch.cat((paths, chosen.unsqueeze(-1)), -1)
             states = self.pairs.run(chosen, above, level.tree)
         if not tokens:
@@ -205,8 +205,6 @@ class Grower:
         """Return the drafter's ids ``(R, n)`` of a level's nodes."""
         if self.laws.draws:
             return shape.draw(depth, scores, self.laws.coins)
-        if shape.is_chain:
-            return ops.argmax(scores.flatten(0, 1))[0].unsqueeze(1)
         return shape.best(depth, scores)
 
     def _stop_unsure(self, scores: Tensor, depth: int, wanted: list[int], confidence: float) -> None:
@@ -215,3 +213,7 @@ class Grower:
         for row, probability in enumerate(best):
             if probability < confidence:
                 wanted[row] = min(wanted[row], depth - 1)
+
+
+def _picked(part: Tensor, places: Tensor | None) -> Tensor:
+    return part if places is None else part.index_select(1, places)

@@ -14,6 +14,7 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from hf_specgen import ops
 from hf_specgen.cache import SlotCache
+from hf_specgen.drafters.unrolling import StepMask
 from hf_specgen.errors import SpecGenError
 
 _NAME = "specgen_draft"
@@ -136,16 +137,20 @@ def draft_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | StepMask | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend under a tree mask without repeating keys and values; with gradients it is transformers' own sdpa.
 
+    A ``StepMask`` in its place attends itself.
+
     Shapes: ``query (B, Hq, S, D)``, ``key, value (B, Hkv, T, D)``, ``attention_mask (B or 1, 1, S, T)`` bool. Returns:
     ``(B, S, Hq, D)`` and None.
     """
+    if isinstance(attention_mask, StepMask):
+        return attention_mask.attend(query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling), None
     if torch.is_grad_enabled() or attention_mask is None or attention_mask.dtype != torch.bool:
         own = AttentionInterface()["sdpa"]
         return own(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +55,48 @@ class TargetParts:
         return cls(TargetFacts.of(model), weight, head, weight.device, model.dtype)
 
 
+class HeadLoss(Protocol):
+    """Hold what an objective returns for N rows; ``trainers/losses.py`` tells what each part means."""
+
+    @property
+    def loss_sum(self) -> Tensor:
+        """Return the weighted sum of the rows' losses."""
+
+    @property
+    def hits(self) -> Tensor:
+        """Return where the drafter's best id is the target's, ``(N,)`` bool."""
+
+    @property
+    def alpha(self) -> Tensor:
+        """Return the sums of ``min(p, q)``, ``(N,)``."""
+
+    @property
+    def match(self) -> Tensor:
+        """Return where the drafter's best id is the text's own, ``(N,)`` bool."""
+
+    @property
+    def ratio(self) -> Tensor:
+        """Return ``min(1, q(x) / p(x))`` of the text's own ids, ``(N,)``."""
+
+
+Objective = Callable[..., HeadLoss]
+"""Compares a drafter's law with the target's, row by row: ``trainers.losses.Objective``."""
+
+
+class TrainingOutput(NamedTuple):
+    """Hold what a drafter's training forward returns: sums, so that the parts of a batch add up to the whole.
+
+    Shapes: ``loss_sum`` scalar; ``counts (K, 4)`` float32, per depth: pairs that are supervised, best ids that equal
+    the target's, the sum of ``min(p, q)``, drafts that are right so far. ``rates (B, T, K)``, only when asked for: how
+    likely the draft's k-th token behind the first ``t + 2`` tokens of a text is accepted there, NaN where nothing is
+    supervised.
+    """
+
+    loss_sum: Tensor
+    counts: Tensor
+    rates: Tensor | None = None
+
+
 class LearnedDrafter(PreTrainedModel, Drafter):
     """Draft with trained heads or layers that read the target's hidden states.
 
@@ -94,6 +136,12 @@ class LearnedDrafter(PreTrainedModel, Drafter):
     def draws(self) -> bool:
         """Tell whether the config asks for drawn tokens."""
         return self.config.sample
+
+    def get_input_embeddings(self) -> None:
+        """Return None: sharding must leave the embedding with the whole, which reads its weight."""
+
+    def get_output_embeddings(self) -> None:
+        """Return None, for the same reason."""
 
     def attach(self, model: PreTrainedModel) -> None:
         """Check that the target fits and borrow its embedding and head; the loop calls it before the first token.

@@ -1,0 +1,221 @@
+"""Data for training: every shape of text becomes the same rows, packed texts stay apart, batches count exactly."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset, DatasetDict, IterableDataset
+from hypothesis import given
+from hypothesis import strategies as st
+from support_text import CHAT, CHATML, MARKED, MARKED_WRONG, characters
+from tiny import build
+
+from hf_specgen.errors import SpecGenError
+from hf_specgen.trainers.data import PADDING, DataOptions, DraftCollator, load_data, pack, prepare_dataset, row_seed
+from hf_specgen.trainers.masks import ChatOptions
+
+TOKENIZER = characters(CHATML)
+QUESTION, ANSWER = CHAT[0]["content"], CHAT[1]["content"]
+
+
+def text_of(row: dict, supervised: bool = True) -> str:
+    pairs = zip(row["input_ids"], row["loss_mask"], strict=True)
+    return TOKENIZER.decode([token for token, bit in pairs if bool(bit) == supervised])
+
+
+def ids_of(text: str) -> list[int]:
+    return TOKENIZER(text)["input_ids"]
+
+
+SHAPES = {
+    "messages": {"messages": CHAT[:2]},
+    "conversations": {"conversations": [{"from": "human", "value": QUESTION}, {"from": "gpt", "value": ANSWER}]},
+    "prompt of messages": {"prompt": CHAT[:1], "completion": CHAT[1:2]},
+    "prompt of messages, text": {"prompt": CHAT[:1], "completion": ANSWER},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_of_a_chat_becomes_the_same_row(shape: str) -> None:
+    rows = prepare_dataset(Dataset.from_list([SHAPES[shape]]), TOKENIZER)
+    assert rows.column_names == ["input_ids", "loss_mask"]
+    assert rows[0]["input_ids"] == ids_of(TOKENIZER.apply_chat_template(CHAT[:2], tokenize=False))
+    assert text_of(rows[0]) == "hello<|im_end|>"
+
+
+def test_prompt_and_completion_as_text_and_as_ids() -> None:
+    rows = [
+        prepare_dataset(Dataset.from_list([row]), TOKENIZER)[0]
+        for row in (
+            {"prompt": "one ", "completion": "two"},
+            {"prompt": ids_of("one "), "completion": [*ids_of("two"), TOKENIZER.eos_token_id], "category": "x"},
+            {"prompt": ids_of("one "), "answer": [*ids_of("two"), TOKENIZER.eos_token_id]},
+        )
+    ]
+    assert rows[0] == rows[1] == rows[2]
+    assert text_of(rows[0]) == "two</s>" and text_of(rows[0], supervised=False) == "one "
+    open_end = DataOptions(chat=ChatOptions(include_stop_token=False))
+    assert (
+        text_of(prepare_dataset(Dataset.from_list([{"prompt": "a", "completion": "b"}]), TOKENIZER, open_end)[0]) == "b"
+    )
+
+
+def test_token_ids_need_no_tokenizer() -> None:
+    data = Dataset.from_list(
+        [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, {"input_ids": [4, 5], "labels": [4, -100]}]
+    )
+    assert prepare_dataset(data)["loss_mask"][:] == [[False, True, True], [True, False]]
+    masked = Dataset.from_list([{"input_ids": [1, 2], "loss_mask": [0, 1], "text": "ignored"}])
+    assert prepare_dataset(masked)["loss_mask"][:] == [[False, True]]
+    assert prepare_dataset(Dataset.from_list([{"input_ids": [1, 2]}]))["loss_mask"][:] == [[True, True]]
+
+
+def test_plain_text_is_supervised_throughout() -> None:
+    row = prepare_dataset(Dataset.from_list([{"text": "some text"}]), TOKENIZER)[0]
+    assert text_of(row) == "some text" and all(row["loss_mask"])
+
+
+def test_long_texts_are_cut_and_rows_without_supervision_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    data = Dataset.from_list([{"prompt": "a" * 9, "completion": "bcd"}, {"prompt": "a" * 30, "completion": "bcd"}])
+    with caplog.at_level(logging.INFO):
+        rows = prepare_dataset(data, TOKENIZER, DataOptions(max_length=10))
+    assert len(rows) == 1 and text_of(rows[0]) == "b"
+    assert "1 of 2 rows supervise nothing" in caplog.text and "aaa⟦b⟧" in caplog.text
+    with pytest.raises(SpecGenError, match="0 supervised tokens"):
+        prepare_dataset(data, TOKENIZER, DataOptions(max_length=9))
+
+
+def test_masks_that_cannot_be_right_are_refused() -> None:
+    chats = Dataset.from_list([{"messages": CHAT}])
+    with pytest.raises(SpecGenError, match="marks nothing in a chat"):
+        prepare_dataset(chats, characters(MARKED_WRONG))
+    everything = "{% generation %}{{ messages | map(attribute='content') | join }}{% endgeneration %}"
+    with pytest.raises(SpecGenError, match=r"\(100.00 %\): at least 1 % and not all"):
+        prepare_dataset(chats, characters(everything))
+    long = Dataset.from_list([{"messages": [{"role": "user", "content": "x" * 3000}, CHAT[1]]}])
+    with pytest.raises(SpecGenError, match="prompts dwarf the answers"):
+        prepare_dataset(long, TOKENIZER, DataOptions(max_length=4000))
+    with pytest.raises(SpecGenError, match="0 supervised tokens"):
+        prepare_dataset(Dataset.from_list([{"messages": CHAT[:1]}]), TOKENIZER)
+
+
+def test_what_is_no_data_is_refused() -> None:
+    with pytest.raises(SpecGenError, match=r"columns question.*messages, prompt with completion, text"):
+        prepare_dataset(Dataset.from_list([{"question": "?"}]), TOKENIZER)
+    with pytest.raises(SpecGenError, match="give the target's tokenizer"):
+        prepare_dataset(Dataset.from_list([{"text": "a"}]))
+    with pytest.raises(SpecGenError, match="2 input_ids and a mask of 1"):
+        prepare_dataset(Dataset.from_list([{"input_ids": [1, 2], "loss_mask": [1]}]))
+
+
+def test_every_kind_of_file_opens(tmp_path: Path) -> None:
+    data = Dataset.from_list([{"input_ids": [1, 2, 3], "loss_mask": [False, True, True]}] * 3)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data))
+    data.to_parquet(tmp_path / "rows.parquet")
+    data.save_to_disk(tmp_path / "saved")
+    DatasetDict({"train": data, "test": data.select([0])}).save_to_disk(tmp_path / "splits")
+    for name in ("rows.jsonl", "rows.parquet", "saved", "splits"):
+        assert prepare_dataset(load_data(tmp_path / name))["loss_mask"][:] == data["loss_mask"][:], name
+        stream = prepare_dataset(load_data(tmp_path / name, streaming=True))
+        assert isinstance(stream, IterableDataset)
+        assert [row["loss_mask"] for row in stream] == data["loss_mask"][:], name
+    assert len(load_data(tmp_path / "splits", split="test")) == 1
+    (tmp_path / "rows.xml").touch()
+    with pytest.raises(SpecGenError, match="ends with '.xml'"):
+        load_data(tmp_path / "rows.xml")
+    with pytest.raises(SpecGenError, match=r"cannot be opened.*id of a data set"):
+        load_data(tmp_path / "nothing")
+
+
+def test_a_stream_is_prepared_and_checked() -> None:
+    stream = Dataset.from_list(
+        [{"messages": CHAT}, {"messages": CHAT[:1]}, {"messages": CHAT[:2]}]
+    ).to_iterable_dataset()
+    rows = list(prepare_dataset(stream, TOKENIZER))
+    assert [text_of(row).count("<|im_end|>") for row in rows] == [2, 1]
+    packed = list(prepare_dataset(stream, TOKENIZER, DataOptions(packing=True)))
+    assert [row["lengths"] for row in packed] == [[len(row["input_ids"]) for row in rows]]
+    with pytest.raises(SpecGenError, match="0 supervised tokens"):
+        prepare_dataset(Dataset.from_list([{"messages": CHAT[:1]}]).to_iterable_dataset(), TOKENIZER)
+    with pytest.raises(SpecGenError, match="holds no row"):
+        prepare_dataset(IterableDataset.from_generator(lambda: iter(())), TOKENIZER)
+
+
+def test_marked_and_rendered_masks_agree() -> None:
+    data = Dataset.from_list([{"messages": [{"role": "system", "content": "s"}, *CHAT]}])
+    marked, rendered = (prepare_dataset(data, characters(template))[0] for template in (MARKED, CHATML))
+    assert marked == rendered
+
+
+@given(st.lists(st.integers(1, 20), max_size=40), st.integers(20, 50))
+def test_packing_places_every_text_once_and_within_the_row(lengths: list[int], size: int) -> None:
+    bins = pack(lengths, size)
+    assert sorted(i for chosen in bins for i in chosen) == list(range(len(lengths)))
+    filled = [sum(lengths[i] for i in chosen) for chosen in bins]
+    assert all(total <= size for total in filled)
+    assert sum(total <= size / 2 for total in filled) <= 1  # two such rows would have been one
+
+
+def test_a_text_longer_than_a_row_is_refused() -> None:
+    with pytest.raises(SpecGenError, match="21 tokens does not fit a row of 20"):
+        pack([3, 21], 20)
+
+
+def packed_and_single() -> tuple[dict, list[dict]]:
+    torch.manual_seed(4)
+    texts = [torch.randint(1, 64, (length,)).tolist() for length in (5, 9, 3)]
+    data = Dataset.from_list([{"input_ids": text, "loss_mask": [i > 1 for i in range(len(text))]} for text in texts])
+    rows = prepare_dataset(data, options=DataOptions(packing=True, max_length=20))
+    assert rows[0]["lengths"] == [5, 9, 3] and rows[0]["input_ids"] == sum(texts, [])
+    longer = {"input_ids": list(range(1, 21)), "loss_mask": [True] * 20, "lengths": [20]}
+    return DraftCollator()([rows[0], longer]), list(prepare_dataset(data))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
+def test_packed_texts_are_read_as_single_ones(family: str) -> None:
+    """Positions that start anew keep texts apart in the target; without them they would see each other."""
+    batch, singles = packed_and_single()
+    documents = batch["document_ids"][0]
+    assert documents.tolist() == [0] * 5 + [1] * 9 + [2] * 3 + [PADDING] * 3
+    model = build(family)
+    positions = torch.cat([torch.arange(length) for length in (5, 9, 3, 3)])[None]
+    with torch.no_grad():
+        together = model(input_ids=batch["input_ids"][:1], position_ids=positions, use_cache=False).logits[0]
+        mixed = model(input_ids=batch["input_ids"][:1], use_cache=False).logits[0]
+        for at, row in enumerate(singles):
+            alone = model(input_ids=torch.tensor([row["input_ids"]])).logits[0]
+            torch.testing.assert_close(together[documents == at], alone, rtol=1e-4, atol=1e-4)
+            assert at == 0 or not torch.allclose(mixed[documents == at], alone, atol=1e-2)
+
+
+def test_packing_supervises_the_same_tokens() -> None:
+    batch, singles = packed_and_single()
+    assert batch["loss_mask"][0, :17].tolist() == [bit for row in singles for bit in row["loss_mask"]]
+    assert batch["num_items"] == sum(sum(row["loss_mask"]) for row in singles) + 20
+
+
+def test_a_batch_is_padded_on_the_right_and_counted() -> None:
+    rows = [{"input_ids": [5, 6, 7], "loss_mask": [False, True, True]}, {"input_ids": [8], "loss_mask": [False]}]
+    batch = DraftCollator(pad_token_id=9, multiple_of=4)(rows)
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 9], [8, 9, 9, 9]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 0, 0, 0]]
+    assert batch["loss_mask"].tolist() == [[False, True, True, False], [False] * 4]
+    assert list(batch)[-1] == "num_items" and batch["num_items"] == 2
+    assert list(batch)[0] == "input_ids", "the Trainer reads the size of a batch off its first tensor"
+    assert "document_ids" not in batch and "seeds" not in batch
+    with pytest.raises(SpecGenError, match="2 input_ids and a loss_mask of 1"):
+        DraftCollator()([{"input_ids": [1, 2], "loss_mask": [True]}])
+
+
+def test_counts_do_not_depend_on_how_rows_are_batched() -> None:
+    rows = [{"input_ids": list(range(n)), "loss_mask": [i % 3 > 0 for i in range(n)]} for n in range(1, 9)]
+    collate = DraftCollator(seeds=True)
+    whole, halves = collate(rows), [collate(rows[:4]), collate(rows[4:])]
+    assert whole["num_items"] == sum(half["num_items"] for half in halves)
+    assert torch.equal(whole["seeds"], torch.cat([half["seeds"] for half in halves]))
+    assert len(set(whole["seeds"].tolist())) == len(rows)
+    assert int(whole["seeds"][2]) == row_seed(torch.arange(3)) >= 0

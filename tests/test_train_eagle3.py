@@ -1,0 +1,236 @@
+"""EAGLE-3 training: the unrolled forward is what drafting does, at every place of a text at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from fitted import untrained
+from tiny import tiny
+from torch import Tensor
+
+from hf_specgen.drafters import unrolling
+from hf_specgen.drafters.eagle3 import Eagle3Drafter
+from hf_specgen.drafters.learned import TrainingOutput
+from hf_specgen.taps import FINAL, Taps
+from hf_specgen.trainers.losses import Objective
+
+STEPS, DECAY, LENGTH = 3, 0.7, 11
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "reduced": {"reduced": True},
+    "two layers": {"num_hidden_layers": 2, "reduced": True},
+    "qwen3": {"layer_type": "qwen3", "head_dim": 8},
+    "norms": {"norm_before_residual": True, "fc_norm": True, "norm_output": True},
+    "window": {"sliding_window": 4},
+    "window below steps": {"sliding_window": 2},
+    "target's head": {"own_head": False},
+    "own embedding": {"own_embedding": True, "norm_before_fc": True},
+}
+
+
+@dataclass
+class Scene:
+    """Hold a drafter in float64 and what its target says of two texts."""
+
+    drafter: Eagle3Drafter
+    ids: Tensor
+    features: tuple[Tensor, ...]
+    last: Tensor
+    mask: Tensor
+    head: Tensor
+
+    def forward(self, **more: Any) -> TrainingOutput:
+        given = {"steps": STEPS, "decay": DECAY, "wants_rates": True, **more}
+        return self.drafter(
+            self.ids, self.features, self.last, self.mask, Objective("kl", chunk=7), self.head, **given
+        )
+
+
+def scene(length: int = LENGTH, **settings: Any) -> Scene:
+    model = tiny(layers=3).double()
+    drafter = untrained("eagle3", model, list(range(0, 64, 2)), **settings)
+    drafter.attach(model)
+    torch.manual_seed(2)
+    ids = torch.randint(1, 64, (2, length))
+    mask = torch.rand(2, length) < 0.7
+    taps = Taps(model, (*drafter.hidden_layers, FINAL))
+    with torch.no_grad(), taps.on() as seen:
+        model(ids, use_cache=False)
+        *features, last = taps.read(seen, torch.device("cpu"))
+    head = model.get_output_embeddings().weight.detach()
+    return Scene(drafter, ids, tuple(features), last, mask, head)
+
+
+def rollout(scene: Scene, row: int, pair: int, step: int) -> Tensor:
+    """Draft behind one pair as decoding does: the true pairs up to it, then drafted ones fed with their own states."""
+    drafter, ids = scene.drafter, scene.ids[row : row + 1]
+    features = drafter.fuse(tuple(layer[row : row + 1, : pair + 1] for layer in scene.features))
+    for depth in range(step + 1):
+        width = pair + 1 + depth
+        place = torch.arange(width)
+        mask = place[:, None] >= place
+        if drafter.config.sliding_window:
+            mask = mask & (place[:, None] - place < drafter.config.sliding_window)
+        states = drafter.step(ids[:, 1 : width + 1], features, place[None], mask[None, None], None)
+        features = torch.cat((features, states[:, -1:]), 1)
+    return states[0, -1]
+
+
+def slowly(scene: Scene) -> tuple[Tensor, Tensor]:
+    """Return loss and counts from single drafts and plain autograd."""
+    drafter, rows = scene.drafter, scene.drafter.target_ids
+    losses, counts = torch.zeros((), dtype=torch.float64), torch.zeros(STEPS, 4)
+    for row in range(2):
+        for pair in range(scene.ids.shape[1] - 2):
+            alive = True
+            for step in range(STEPS):
+                ahead = pair + 2 + step
+                if ahead >= scene.ids.shape[1] or not scene.mask[row, ahead]:
+                    alive = False
+                    continue
+                q = drafter.logits(rollout(scene, row, pair, step)).log_softmax(-1)
+                whole = (scene.last[row, ahead - 1] @ scene.head.T).softmax(-1)
+                p = whole if rows is None else whole[rows]
+                best = q.argmax() if rows is None else rows[q.argmax()]
+                within = rows is None or whole.argmax() in rows
+                if within:
+                    law = p / p.sum()
+                    losses = losses + DECAY**step * (law * (law.log() - q)).sum()
+                hit = bool(best == whole.argmax())
+                alive = alive and hit
+                counts[step] += torch.tensor([1.0, hit, torch.minimum(p, q.exp()).sum(), alive])
+    return losses, counts
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_unrolled_forward_is_the_real_rollout(variant: str) -> None:
+    """Loss, counts and every gradient equal those of drafting behind each place by itself."""
+    one = scene(**VARIANTS[variant])
+    output = one.forward()
+    output.loss_sum.backward()
+    found = {name: part.grad for name, part in one.drafter.named_parameters()}
+    one.drafter.zero_grad()
+    loss, counts = slowly(one)
+    loss.backward()
+    assert abs(float(output.loss_sum) - float(loss)) < 1e-9 * float(loss)
+    torch.testing.assert_close(output.counts, counts, rtol=1e-5, atol=1e-5)
+    assert counts[:, 0].min() > 3
+    for name, part in one.drafter.named_parameters():
+        assert part.grad is not None and float(part.grad.abs().max()) > 0, name
+        torch.testing.assert_close(found[name], part.grad, rtol=1e-7, atol=1e-10)
+
+
+def test_a_wrong_unroll_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: positions that stand still, states that are cut off, and a dense mask all change the loss."""
+    one = scene()
+    right = float(one.forward().loss_sum)
+    step = one.drafter.step
+    twins = {
+        "positions": lambda t, f, p, m, c: step(t, f, p * 0 + torch.arange(LENGTH), m, c),
+        "features": lambda t, f, p, m, c: step(t, one.drafter.fuse(one.features), p, m, c),
+        "tokens": lambda t, f, p, m, c: step(one.ids, f, p, m, c),
+    }
+    for name, twin in twins.items():
+        monkeypatch.setattr(one.drafter, "step", twin)
+        assert abs(float(one.forward().loss_sum) - right) > 1e-3, name
+    monkeypatch.setattr(one.drafter, "step", step)
+    assert float(one.forward().loss_sum) == right
+    monkeypatch.setattr(unrolling.StepMask, "_sees", lambda self, start, stop, *rest: torch.ones(stop - start, stop).bool())
+    assert abs(float(one.forward().loss_sum) - right) > 1e-3
+
+
+def test_states_are_not_cut_off_between_steps() -> None:
+    """The last step's loss reaches the fused features of step 0."""
+    one = scene()
+    one.mask[:] = False
+    one.mask[0, 4] = True
+    one.drafter(one.ids[:1], [f[:1] for f in one.features], one.last[:1], one.mask[:1], Objective(), one.head, steps=3)
+    output = one.forward(decay=1.0)
+    output.loss_sum.backward()
+    grads = float(one.drafter.fc.weight.grad.abs().sum())
+    one.drafter.zero_grad()
+    step = one.drafter.step
+    one.drafter.step = lambda t, f, p, m, c: step(t, f.detach() if int(p.max()) >= LENGTH else f, p, m, c)
+    one.forward(decay=1.0).loss_sum.backward()
+    assert abs(float(one.drafter.fc.weight.grad.abs().sum()) - grads) > 1e-3
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 5])
+def test_long_texts_attend_in_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of queries, made anew for the backward pass, give the same loss and gradients."""
+    one = scene(sliding_window=6)
+    one.forward().loss_sum.backward()
+    whole = {name: part.grad for name, part in one.drafter.named_parameters()}
+    one.drafter.zero_grad()
+    monkeypatch.setattr(unrolling, "_CHUNK", chunk)
+    output = one.forward()
+    output.loss_sum.backward()
+    for name, part in one.drafter.named_parameters():
+        torch.testing.assert_close(part.grad, whole[name], rtol=1e-7, atol=1e-11)
+
+
+def test_rates_name_the_places_of_a_draft() -> None:
+    """rates[b, t, k] tells whether the draft's k-th token behind t + 2 tokens is the text's own."""
+    one = scene(reduced=True)
+    rates = one.forward().rates
+    with torch.no_grad():
+        for pair in range(LENGTH):
+            for step in range(STEPS):
+                ahead = pair + 2 + step
+                known = ahead < LENGTH and bool(one.mask[1, ahead])
+                assert bool(rates[1, pair, step].isnan()) is not known
+                if known:
+                    best = one.drafter.to_target(one.drafter.logits(rollout(one, 1, pair, step)).argmax())
+                    assert float(rates[1, pair, step]) == float(best == one.ids[1, ahead])
+
+
+def test_packed_texts_are_as_if_alone() -> None:
+    """Two texts in one row, each with the target's own features, give the sum of what each gives."""
+    one = scene()
+    apart = [one.forward()]
+    packed = Scene(
+        one.drafter,
+        one.ids.reshape(1, -1),
+        tuple(layer.reshape(1, 2 * LENGTH, -1) for layer in one.features),
+        one.last.reshape(1, 2 * LENGTH, -1),
+        one.mask.reshape(1, -1),
+        one.head,
+    )
+    documents = torch.arange(2).repeat_interleave(LENGTH)[None]
+    together = packed.forward(document_ids=documents)
+    torch.testing.assert_close(together.loss_sum, apart[0].loss_sum, rtol=1e-10, atol=0)
+    torch.testing.assert_close(together.counts, apart[0].counts)
+    assert abs(float(packed.forward().loss_sum - together.loss_sum)) > 1e-3  # without documents they mix
+
+
+def test_nothing_to_learn_is_connected_to_everything() -> None:
+    """A batch without supervised tokens has loss 0 and a gradient of zeros for every parameter (ranks must not wait)."""
+    one = scene(reduced=True)
+    one.mask[:] = False
+    output = one.forward()
+    output.loss_sum.backward()
+    assert float(output.loss_sum) == 0.0 and not output.counts.any()
+    for name, part in one.drafter.named_parameters():
+        assert part.grad is not None and not part.grad.any(), name
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_short_texts(length: int) -> None:
+    """Texts shorter than a draft are read, too."""
+    one = scene(length)
+    one.mask[:] = True
+    output = one.forward()
+    output.loss_sum.backward()
+    assert output.counts[:, 0].tolist() == [2.0 * max(0, length - 2 - step) for step in range(STEPS)]
+
+
+def test_weights_scale_tokens() -> None:
+    """The weight of a token scales its loss at every step and leaves the counts alone."""
+    one = scene()
+    base = one.forward()
+    twice = one.forward(weights=torch.full(one.ids.shape, 2.0))
+    torch.testing.assert_close(twice.loss_sum, 2 * base.loss_sum)
+    torch.testing.assert_close(twice.counts, base.counts)

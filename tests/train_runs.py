@@ -1,0 +1,162 @@
+"""Training runs that tests compare: tiny targets, texts and trainers, in this process or in several that know each other.
+
+As a program it is one of several processes: ``accelerate launch ... train_runs.py FILE`` runs the jobs of a JSON file,
+each a function of this module or of the module that it names, and rank 0 writes what they return.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from fitted import untrained
+from tiny import tiny
+from torch import Tensor
+
+from hf_specgen.drafters.learned import LearnedDrafter
+from hf_specgen.trainers.base import DrafterTrainer, DrafterTrainingArguments
+from hf_specgen.trainers.eagle3 import Eagle3Arguments, Eagle3Trainer
+
+HERE = Path(__file__).resolve().parent
+VOCAB, STEPS, ROWS = 64, 20, 24
+Job = dict[str, Any]
+
+
+class Pad:
+    """Put rows side by side, padded on the right."""
+
+    def __call__(self, rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+        width = max(len(row["input_ids"]) for row in rows)
+        batch = {name: torch.zeros(len(rows), width, dtype=torch.long) for name in ("input_ids", "attention_mask")}
+        mask = torch.zeros(len(rows), width, dtype=torch.bool)
+        for place, row in enumerate(rows):
+            size = len(row["input_ids"])
+            batch["input_ids"][place, :size] = torch.tensor(row["input_ids"])
+            batch["attention_mask"][place, :size] = 1
+            mask[place, :size] = torch.tensor(row["loss_mask"], dtype=torch.bool)
+        return {**batch, "loss_mask": mask, "num_items": mask.sum()}
+
+
+def texts(rows: int = ROWS, supervised: bool = True, seed: int = 5) -> list[dict[str, list[int]]]:
+    """Return random texts of 5 to 20 tokens, the first three unsupervised; or every second text wholly so."""
+    torch.manual_seed(seed)
+    found = []
+    for row in range(rows):
+        size = int(torch.randint(5, 21, ()))
+        counts = supervised or row % 2 == 0
+        mask = [int(counts and place >= 3) for place in range(size)]
+        found.append({"input_ids": torch.randint(1, VOCAB, (size,)).tolist(), "loss_mask": mask})
+    return found
+
+
+def eagle3(**settings: Any) -> tuple[LearnedDrafter, torch.nn.Module]:
+    """Return a new EAGLE-3 drafter of half the vocabulary, and its target."""
+    model = tiny(layers=3)
+    return untrained("eagle3", model, list(range(0, VOCAB, 2)), reduced=True, **settings), model
+
+
+def arguments(kind: type[DrafterTrainingArguments], folder: str | Path, **settings: Any) -> Any:
+    """Return arguments of a short run on the CPU that logs every step."""
+    usual = dict(
+        max_steps=STEPS,
+        logging_steps=1,
+        learning_rate=3e-3,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    return kind(output_dir=str(folder), **{**usual, **settings})
+
+
+def eagle3_trainer(folder: str | Path, rows: Any = None, **settings: Any) -> DrafterTrainer:
+    """Return a trainer of an EAGLE-3 drafter that drafts three tokens."""
+    drafter, model = eagle3()
+    args = arguments(Eagle3Arguments, folder, **{"steps": 3, **settings})
+    return Eagle3Trainer(drafter, model, args, data_collator=Pad(), train_dataset=rows or texts(), eval_dataset=texts(5))
+
+
+def record(trainer: DrafterTrainer) -> Job:
+    """Return what a run came to: traces, and the weights of this process and their spread over processes."""
+    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    weights = torch.cat([part.detach().double().flatten() for part in trainer.drafter.parameters()])
+    every = trainer.accelerator.gather(weights[None])
+    return {
+        "world": trainer.args.world_size,
+        "loss": [entry["loss"] for entry in history],
+        "grad_norm": [entry["grad_norm"] for entry in history],
+        "weights": weights.tolist(),
+        "spread": float((every - every[:1]).abs().max()),
+    }
+
+
+def train(folder: str, maker: str = "train_runs.eagle3_trainer", supervised: bool = True, **settings: Any) -> Job:
+    """Train and return the record; ``maker`` names a module and a function that takes folder, rows and arguments."""
+    module, _, name = maker.partition(".")
+    make = vars(importlib.import_module(module))[name]
+    trainer = make(folder, texts(supervised=supervised), **settings)
+    items: list[float] = []
+    count = trainer.count
+    trainer.count = lambda batch: (items.append(float(count(batch))), count(batch))[1]
+    trainer.train()
+    return {**record(trainer), "items": gathered(trainer, items)}
+
+
+def evaluate(folder: str, maker: str = "train_runs.eagle3_trainer", **settings: Any) -> Job:
+    """Evaluate a new drafter on five texts."""
+    module, _, name = maker.partition(".")
+    trainer = vars(importlib.import_module(module))[name](folder, **settings)
+    return {"world": trainer.args.world_size, **trainer.evaluate()}
+
+
+def gathered(trainer: DrafterTrainer, values: list[float]) -> list[list[float]]:
+    """Return every process's numbers."""
+    return trainer.accelerator.gather(torch.tensor([values])).tolist()
+
+
+def alone(jobs: dict[str, Job], folder: Path) -> dict[str, Job]:
+    """Run jobs in this process."""
+    return {name: call(job, folder / name) for name, job in jobs.items()}
+
+
+def together(jobs: dict[str, Job], folder: Path, processes: int = 2, seconds: int = 240) -> dict[str, Job]:
+    """Run jobs in processes that ``accelerate launch`` starts; a hang ends after ``seconds``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    start = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", f"--num_processes={processes}"]
+    start += [f"--main_process_port={port}", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
+    known = {**os.environ, "PYTHONPATH": f"{HERE.parent}:{HERE}", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = ["timeout", "--kill-after=5", str(seconds), *start, __file__, str(folder)]
+    done = subprocess.run(command, env=known, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    return json.loads((folder / "found.json").read_text())
+
+
+def call(job: Job, folder: Path) -> Job:
+    """Run one job: ``run`` names a function of this module or ``module.function``, the rest are its arguments."""
+    settings = dict(job)
+    module, _, name = str(settings.pop("run", "train_runs.train")).rpartition(".")
+    return vars(importlib.import_module(module))[name](str(folder), **settings)
+
+
+def main(folder: Path) -> None:
+    """Run the jobs of a folder as one of several processes."""
+    torch.set_num_threads(1)
+    found = alone(json.loads((folder / "jobs.json").read_text()), folder)
+    if os.environ.get("RANK", "0") == "0":
+        (folder / "found.json").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,265 @@
+"""DrafterTrainer: transformers' Trainer for drafters that learn from a frozen target in the same process.
+
+A drafter's forward returns sums, and one number divides them: the count of all supervised tokens of an optimizer step.
+So any split of the step over processes and accumulated batches gives the same gradient.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hf_specgen.card import CardOptions, write_card
+from hf_specgen.drafters.learned import LearnedDrafter, TrainingOutput
+from hf_specgen.errors import SpecGenError
+from hf_specgen.facts import TargetFacts
+from hf_specgen.trainers.data import DraftCollator
+from hf_specgen.trainers.frozen import FrozenTarget, whole
+from hf_specgen.trainers.losses import Objective
+from hf_specgen.trainers.tally import Tally
+
+_FED = ("input_ids", "loss_mask", "document_ids")
+
+
+@dataclass
+class DrafterTrainingArguments(TrainingArguments):
+    """Set up the training of a drafter: transformers' arguments with safer defaults, and what all methods share.
+
+    ``loss``: kl, rkl, tv, lk, ce or jsd. ``chunk_size``: rows whose logits exist at a time. ``loss_reduction``: every
+    supervised ``token`` weighs the same, or every ``sequence``. ``eval_temperature``: of the texts that
+    ``eval_acceptance_length`` is told for.
+    """
+
+    learning_rate: float = 1e-4
+    warmup_steps: float = 0.04
+    logging_steps: float = 10
+    logging_nan_inf_filter: bool = False  # it hides NaN, and waits for the device at every step
+    remove_unused_columns: bool = False  # the collator reads columns that forward does not name
+    ddp_find_unused_parameters: bool | None = False
+    max_length: int = field(default=2048, metadata={"help": "Tokens of a text that are read."})
+    packing: bool = field(default=False, metadata={"help": "Put several short texts into one row."})
+    loss: str = field(default="kl", metadata={"help": "kl, rkl, tv, lk, ce or jsd."})
+    chunk_size: int = field(default=1024, metadata={"help": "Rows whose logits exist at a time."})
+    loss_reduction: str = field(default="token", metadata={"help": "What weighs the same: token or sequence."})
+    draft_vocab_size: int | None = field(default=None, metadata={"help": "Ids that a new drafter covers."})
+    eval_temperature: float = field(default=0.0, metadata={"help": "Temperature that eval texts were sampled at."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.label_smoothing_factor:
+            raise SpecGenError("label_smoothing_factor was given: drafters learn the target's own law. Leave it out.")
+        if self.loss_reduction not in ("token", "sequence"):
+            raise SpecGenError(f"loss_reduction={self.loss_reduction!r}: 'token' or 'sequence' is required.")
+
+
+class DrafterTrainer(Trainer):
+    """Train a drafter next to its target: ``trainer = XTrainer(drafter, target, args, train_dataset=...)``.
+
+    The target is no part of the trained module: it is not saved, not sharded, and its weights stay as they are.
+
+    Raises: ``SpecGenError`` for a start that would train separate copies, ``IncompatibleDrafter`` when drafter and
+    target do not fit.
+    """
+
+    loss_is_scaled_for_ga = True  # 5.24 reads it; 5.17 reads model_accepts_loss_kwargs
+    args: DrafterTrainingArguments
+    frozen_names: ClassVar[tuple[str, ...]] = ("embed_tokens.",)
+    """Parameters whose names start so keep the values they have."""
+
+    def __init__(
+        self,
+        model: LearnedDrafter | PreTrainedModel,
+        target: PreTrainedModel,
+        args: DrafterTrainingArguments,
+        data_collator: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        check_start(args)
+        collator = DraftCollator() if data_collator is None else data_collator
+        super().__init__(model=model, args=args, data_collator=collator, **kwargs)
+        self.model_accepts_loss_kwargs = True
+        check_accelerator(self.accelerator)
+        self.drafter = model
+        self.join(target)
+        for name, parameter in model.named_parameters():
+            if name.startswith(self.frozen_names):
+                parameter.requires_grad_(False)
+        self.objective = Objective(args.loss, chunk=args.chunk_size, softcap=self.target.softcap)
+        self.tallies = {"train": Tally(), "eval": Tally()}
+        self.add_callback(StopOnNaN())
+
+    def join(self, target: PreTrainedModel) -> None:
+        """Put the target beside the drafter, and note in the drafter's config whose it is."""
+        facts = TargetFacts.of(target)
+        self.drafter.config.target = {**self.drafter.config.target, **facts.to_dict()}
+        self.drafter.attach(target)
+        self.target = FrozenTarget(target, self.drafter.hidden_layers, self.args.device)
+        self.drafter.attach(target)  # again: it may have moved
+
+    def settings(self) -> dict[str, Any]:
+        """Return what the method adds to every forward of its drafter."""
+        return {}
+
+    def features(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return what the target says of a batch, as the drafter's forward names it."""
+        if "features" in batch:  # from a cache
+            features, last_hidden = batch["features"], batch["last_hidden"]
+        else:
+            features, last_hidden = self.target.read(batch)
+        return {"features": tuple(features), "last_hidden": last_hidden, "target_head": self.target.head}
+
+    def count(self, batch: dict[str, Any]) -> Tensor:
+        """Return what a batch adds to the number that its loss is divided by: supervised tokens, or texts."""
+        if self.args.loss_reduction == "token" and "num_items" in batch:
+            return batch["num_items"].float()
+        weights = self.weights(batch)
+        return (batch["loss_mask"] if weights is None else weights).sum(dtype=torch.float32)
+
+    def weights(self, batch: dict[str, Any]) -> Tensor | None:
+        """Return the weight ``(B, T)`` of every token's loss, None for 1."""
+        if self.args.loss_reduction == "token":
+            return None
+        return sequence_weights(batch["loss_mask"], batch.get("document_ids"))
+
+    def run(self, model: nn.Module, batch: dict[str, Any], **more: Any) -> TrainingOutput:
+        """Let the target read a batch and the drafter learn from it; ``model`` is the wrapped drafter."""
+        fed = {name: batch[name] for name in _FED if name in batch}
+        weights = self.weights(batch)
+        fed = fed if weights is None else {**fed, "weights": weights}
+        output: TrainingOutput = model(
+            **fed, **self.features(batch), objective=self.objective, **self.settings(), **more
+        )
+        return output
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Tensor | None]:
+        """Return an optimizer step's batches and how many items all processes have in it."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        total = torch.zeros((), device=device)
+        for batch in batches:
+            total = total + self.count(batch).to(device)
+        if self._scale() > 1:
+            total = self.accelerator.reduce(total, "sum")
+        return batches, total
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """Return the batch's share of the step's loss; gradients of processes are averaged, hence the factor."""
+        items = self.count(inputs) if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
+        output = self.run(model, inputs)
+        self.tallies["train"].add(output)
+        loss = output.loss_sum * (self._scale() / items.clamp(min=1).to(output.loss_sum.device))
+        return (loss, output) if return_outputs else loss
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Tensor, None, None]:
+        """Add a batch to the evaluation; rows that were only repeated to even out the processes do not count."""
+        batch = self._prepare_inputs(self._once(inputs))
+        with torch.no_grad(), self.compute_loss_context_manager():
+            output = self.run(model, batch, wants_rates=True)
+        items = self.count(batch)
+        self.tallies["eval"].add(output, items)
+        return output.loss_sum.detach() / items.clamp(min=1), None, None
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        """Evaluate: the loss per supervised token over all processes, agreement per depth, acceptance length."""
+        self.tallies["eval"].clear()
+        result = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        found = self.tallies["eval"].told(self.accelerator)
+        result.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in found.items()})
+        return result
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the drafter's agreement with its target since the last log."""
+        if "loss" in logs:
+            tally = self.tallies["train"]
+            logs = {**logs, **tally.told(self.accelerator)}
+            tally.clear()
+        super().log(logs, start_time)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write our own card beside the drafter's files: the base model is the target."""
+        if self.is_world_process_zero():
+            folder = Path(self.args.output_dir)
+            name = self.hub_model_id or kwargs.get("model_name") or folder.name
+            write_card(folder, CardOptions(name=str(name)), overwrite=True)
+
+    def _scale(self) -> int:
+        """Return by how many processes gradients are averaged; 1 where each counts for itself."""
+        world: int = self.accelerator.num_processes
+        return world if self.args.average_tokens_across_devices else 1
+
+    def _once(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Take the supervision off rows of the last batch that were seen before."""
+        state = self.accelerator.gradient_state
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return batch
+        rows = len(batch["input_ids"])
+        first = self.accelerator.process_index * rows
+        real = torch.arange(first, first + rows, device=batch["loss_mask"].device) < state.remainder
+        kept = {name: value for name, value in batch.items() if name != "num_items"}
+        return {**kept, "loss_mask": batch["loss_mask"].bool() & real[:, None]}
+
+
+class StopOnNaN(TrainerCallback):
+    """Stop before a step that would fill the weights with NaN."""
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Raise ``SpecGenError`` for gradients that are not finite; with fp16 the scaler skips those by itself."""
+        if args.fp16:
+            return
+        gradients = [parameter.grad for parameter in kwargs["model"].parameters() if parameter.grad is not None]
+        if gradients and not bool(torch.stack([whole(part.sum()) for part in gradients]).sum().isfinite()):
+            raise SpecGenError(
+                f"the gradient of step {state.global_step + 1} is not finite: training stops before it spoils the "
+                "weights. Lower learning_rate, keep the drafter in float32 (bf16=True computes in 16 bits), or look "
+                "for a broken row in the data. The last checkpoint is good."
+            )
+
+
+def check_start(args: TrainingArguments) -> None:
+    """Refuse a start of several processes that do not know of each other; one process uses one device."""
+    asked = int(os.environ.get("WORLD_SIZE", "1"))
+    if asked > 1 and args.world_size == 1:
+        raise SpecGenError(
+            f"{asked} processes were started and each would train alone into {args.output_dir}: on CPUs use_cpu=True "
+            "is required (accelerate launch --multi_gpu --num_processes N ... --use_cpu)."
+        )
+    if args.n_gpu > 1:
+        args._n_gpu = 1  # DataParallel copies the drafter at every step: start a process per device instead
+
+
+def check_accelerator(accelerator: Any) -> None:
+    """Refuse to split a drafter otherwise than by batches or FSDP: its count of items would be wrong."""
+    layout = accelerator.parallelism_config
+    if layout is not None and layout.non_data_parallel_size > 1:
+        raise SpecGenError(
+            "the drafter is to be split by tensor, context or sequence parallelism: it is small, use DDP or FSDP. The "
+            "target may be sharded when it is loaded (distributed_config)."
+        )
+
+
+def sequence_weights(mask: Tensor, documents: Tensor | None) -> Tensor:
+    """Return weights ``(B, T)`` under which the supervised tokens of each text add up to 1."""
+    supervised = mask.float()
+    if documents is None:
+        return supervised / supervised.sum(1, keepdim=True).clamp(min=1)
+    text = documents - documents.min()
+    sums = supervised.new_zeros(len(text), int(text.max()) + 1).scatter_add(1, text, supervised)
+    return supervised / sums.gather(1, text).clamp(min=1)

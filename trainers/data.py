@@ -1,0 +1,373 @@
+"""Data for training: texts of any common shape become ``input_ids`` and ``loss_mask``, and batches of them.
+
+``loss_mask[t]`` says that token t is supervised: the target writes it, so the drafter shall foresee it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from datasets import DatasetDict, IterableDataset, load_dataset, load_from_disk
+from torch import Tensor
+
+from hf_specgen.errors import SpecGenError
+from hf_specgen.trainers.masks import ChatOptions, ChatReader, preview
+
+_LOG = logging.getLogger(__name__)
+
+Row = dict[str, Any]
+Data = Any  # datasets.Dataset or IterableDataset
+
+_FILES = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant"}
+_ACCEPTED = "input_ids (with loss_mask or labels), messages, prompt with completion, text, or conversations"
+_LEAST_SHARE = 0.01  # of a chat's tokens; below it the mask is wrong, or the data
+_PEEKED = 64  # rows of a stream that are looked at before it is trusted
+PADDING = -1
+"""The document id of padding."""
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Hold how texts become rows.
+
+    ``max_length``: longer texts are cut, and rows that then supervise nothing are left out. ``packing``: several texts
+    share a row of that length and stay apart (``document_ids``); ``window``: how many texts are packed together.
+    ``chat``: what of a chat is supervised. ``num_proc``: processes that tokenise.
+    """
+
+    max_length: int = 2048
+    packing: bool = False
+    window: int = 10_000
+    chat: ChatOptions = field(default_factory=ChatOptions)
+    num_proc: int | None = None
+
+
+class Features(Protocol):
+    """Hand out a text's stored hidden states, see ``trainers/feature_cache.py``."""
+
+    def __getitem__(self, row: int) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Return the features, one ``(T, D)`` per boundary, and the last hidden state ``(T, D)``."""
+        ...
+
+
+@dataclass
+class DraftCollator:
+    """Pad rows on the right and stack them.
+
+    Shapes: ``input_ids``, ``attention_mask``, ``loss_mask (B, T)``; ``document_ids (B, T)`` where rows are packed
+    (``PADDING`` behind the end); ``features`` and ``last_hidden`` from ``cache``; ``seeds (B,)`` when asked for: a
+    number made from each row's tokens, the same however rows are batched; ``num_items`` scalar: supervised tokens.
+    """
+
+    pad_token_id: int = 0
+    multiple_of: int = 1
+    seeds: bool = False
+    cache: Features | None = None
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Build one batch."""
+        texts = [torch.as_tensor(row["input_ids"], dtype=torch.long) for row in rows]
+        masks = [torch.as_tensor(_mask_of(row), dtype=torch.bool) for row in rows]
+        for text, mask in zip(texts, masks, strict=True):
+            if len(text) != len(mask):
+                raise SpecGenError(f"a row has {len(text)} input_ids and a loss_mask of {len(mask)}: one per token.")
+        width = max(map(len, texts))
+        width += -width % self.multiple_of
+        batch: dict[str, Any] = {
+            "input_ids": _stacked(texts, width, self.pad_token_id),
+            "attention_mask": _stacked([torch.ones_like(text) for text in texts], width, 0),
+            "loss_mask": _stacked(masks, width, False),
+        }
+        if any("lengths" in row for row in rows):
+            documents = [_documents(row.get("lengths") or [len(row["input_ids"])]) for row in rows]
+            batch["document_ids"] = _stacked(documents, width, PADDING)
+        if self.cache is not None:
+            batch.update(_stored(self.cache, rows, width))
+        if self.seeds:
+            batch["seeds"] = torch.tensor([row_seed(text) for text in texts])
+        # last, as it has no rows: the size of a batch is read off its first tensor
+        batch["num_items"] = batch["loss_mask"].sum().float()
+        return batch
+
+
+def _stacked(rows: Sequence[Tensor], width: int, fill: int | bool) -> Tensor:
+    out = rows[0].new_full((len(rows), width, *rows[0].shape[1:]), fill)
+    for target, row in zip(out, rows, strict=True):
+        target[: len(row)] = row
+    return out
+
+
+def _documents(lengths: Sequence[int]) -> Tensor:
+    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+
+
+def _stored(cache: Features, rows: Sequence[Mapping[str, Any]], width: int) -> dict[str, Any]:
+    if any("features_row" not in row for row in rows):
+        raise SpecGenError("the rows name no features_row: train on the rows of the cache (FeatureCache.rows()).")
+    found = [cache[int(row["features_row"])] for row in rows]
+    layers = zip(*(features for features, _ in found), strict=True)
+    return {
+        "features": tuple(_stacked(layer, width, 0) for layer in layers),
+        "last_hidden": _stacked([last for _, last in found], width, 0),
+    }
+
+
+def row_seed(text: Tensor) -> int:
+    """Return a number of 62 bits made from a row's tokens."""
+    return int.from_bytes(hashlib.blake2b(text.numpy().tobytes(), digest_size=8).digest(), "little") >> 2
+
+
+def load_data(source: str | Path, split: str = "train", streaming: bool = False, name: str | None = None) -> Data:
+    """Open a data set: a file (jsonl, json, parquet, csv, txt), a folder of ``save_to_disk``, or a Hub id.
+
+    ``name``: the configuration of a Hub data set.
+
+    Raises: ``SpecGenError`` when there is none.
+    """
+    path = Path(source)
+    try:
+        if path.is_file():
+            kind = _FILES.get(path.suffix)
+            if kind is None:
+                raise SpecGenError(f"{path} ends with {path.suffix!r}: one of {', '.join(_FILES)} is required.")
+            return load_dataset(kind, data_files=str(path), split="train", streaming=streaming)
+        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+            found = load_from_disk(str(path))
+            found = found[split] if isinstance(found, DatasetDict) else found
+            return found.to_iterable_dataset() if streaming else found
+        return load_dataset(str(source), name, split=split, streaming=streaming)
+    except SpecGenError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise SpecGenError(
+            f"the data {str(source)!r} (split {split}) cannot be opened: {reason}. Give a file "
+            f"({', '.join(_FILES)}), a folder of save_to_disk, or the id of a data set on the Hub."
+        ) from error
+
+
+def prepare_dataset(dataset: Data, tokenizer: Any = None, options: DataOptions | None = None) -> Data:
+    """Turn a data set into rows of ``input_ids`` and ``loss_mask`` (and ``lengths`` where texts are packed).
+
+    Taken are, in this order: input_ids, messages or conversations, prompt with completion (texts, messages, or token
+    ids), text; rows of a feature cache stay as they are. ``tokenizer``: the target's; not needed for token ids. A
+    stream stays one.
+
+    Raises: ``SpecGenError`` for other columns, for masks that cannot be exact, when nothing is supervised, and when
+    chats supervise almost nothing or everything.
+    """
+    options = options or DataOptions()
+    columns = _columns(dataset)
+    if "features_row" in columns:  # rows of a feature cache are as they were when it was written
+        return dataset
+    read, chats = _reader(columns, tokenizer, options)
+    streams = isinstance(dataset, IterableDataset)
+    more: dict[str, Any] = {} if streams else {"num_proc": options.num_proc}
+    rows = dataset.map(_Fit(read, options.max_length), remove_columns=columns, **more)
+    _check(rows.take(_PEEKED) if streams else rows, chats)
+    supervised = rows.filter(_supervises, **more)
+    if not streams and len(supervised) < len(rows):
+        _LOG.warning("%d of %d rows supervise nothing and are left out", len(rows) - len(supervised), len(rows))
+    if tokenizer is not None:
+        sample = next(iter(supervised))
+        _LOG.info("a row, ⟦supervised⟧: %s", preview(sample["input_ids"], sample["loss_mask"], tokenizer))
+    if options.packing and "features_row" not in columns:
+        supervised = supervised.map(
+            _Pack(options.max_length),
+            batched=True,
+            batch_size=options.window,
+            remove_columns=["input_ids", "loss_mask"],
+        )
+    return supervised
+
+
+def _columns(dataset: Data) -> list[str]:
+    """Return the columns; a stream that does not know them is asked for a row."""
+    if dataset.column_names is not None:
+        return list(dataset.column_names)
+    first = next(iter(dataset), None)
+    if first is None:
+        raise SpecGenError("the data holds no row.")
+    return list(first)
+
+
+def _supervises(row: Row) -> bool:
+    return any(row["loss_mask"])
+
+
+Read = Callable[[Row], tuple[list[int], list[bool]]]
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """Read a row and cut it."""
+
+    read: Read
+    max_length: int
+
+    def __call__(self, row: Row) -> Row:
+        ids, mask = self.read(row)
+        return {"input_ids": ids[: self.max_length], "loss_mask": mask[: self.max_length]}
+
+
+def _reader(columns: Sequence[str], tokenizer: Any, options: DataOptions) -> tuple[Read, bool]:
+    """Return how a row is read, and whether it is a chat."""
+    if "input_ids" in columns:
+        return _read_ids, False
+    given = "completion" if "completion" in columns else "answer"
+    if "messages" in columns or "conversations" in columns:
+        return _Chats(ChatReader(_needed(tokenizer), options.chat)), True
+    if "prompt" in columns and given in columns:
+        return _Pairs(tokenizer, options.chat, given), False
+    if "text" in columns:
+        return _Texts(_needed(tokenizer)), False
+    raise SpecGenError(f"the data has the columns {', '.join(columns) or '(none)'}: {_ACCEPTED} is required.")
+
+
+def _needed(tokenizer: Any) -> Any:
+    if tokenizer is None:
+        raise SpecGenError("the data holds text: give the target's tokenizer.")
+    return tokenizer
+
+
+def _mask_of(row: Mapping[str, Any]) -> Any:
+    """Return a row's mask; without one every token is supervised."""
+    if row.get("loss_mask") is not None:
+        return row["loss_mask"]
+    if row.get("labels") is not None:
+        return [label != -100 for label in row["labels"]]
+    return [True] * len(row["input_ids"])
+
+
+def _read_ids(row: Row) -> tuple[list[int], list[bool]]:
+    ids, mask = list(row["input_ids"]), [bool(bit) for bit in _mask_of(row)]
+    if len(ids) != len(mask):
+        raise SpecGenError(f"a row has {len(ids)} input_ids and a mask of {len(mask)}: one per token is required.")
+    return ids, mask
+
+
+@dataclass(frozen=True)
+class _Chats:
+    reader: ChatReader
+
+    def __call__(self, row: Row) -> tuple[list[int], list[bool]]:
+        messages = row.get("messages") or [_message(turn) for turn in row["conversations"]]
+        return self.reader.read(messages, tools=row.get("tools"))
+
+
+def _message(turn: Mapping[str, Any]) -> Row:
+    if "from" not in turn:
+        return dict(turn)
+    return {"role": _ROLES.get(turn["from"], turn["from"]), "content": turn["value"]}
+
+
+@dataclass(frozen=True)
+class _Texts:
+    tokenizer: Any
+
+    def __call__(self, row: Row) -> tuple[list[int], list[bool]]:
+        ids = list(self.tokenizer(row["text"])["input_ids"])
+        return ids, [True] * len(ids)
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """Read a prompt and what the target wrote behind it: token ids, texts, or messages."""
+
+    tokenizer: Any
+    options: ChatOptions
+    completion: str
+
+    def __call__(self, row: Row) -> tuple[list[int], list[bool]]:
+        prompt, answer = row["prompt"], row[self.completion]
+        if _are_messages(prompt):
+            turns = answer if _are_messages(answer) else [{"role": "assistant", "content": answer}]
+            return ChatReader(_needed(self.tokenizer), self.options).read([*prompt, *turns], first=len(prompt))
+        # each by itself: the target reads the prompt alone, whatever would follow it
+        before = _ids(prompt, self.tokenizer, special=True)
+        behind = _ids(answer, self.tokenizer, special=False)
+        if isinstance(answer, str) and self.options.include_stop_token:
+            end = self.tokenizer.eos_token_id
+            behind += [] if end is None or behind[-1:] == [end] else [end]
+        return before + behind, [False] * len(before) + [True] * len(behind)
+
+
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, Sequence) and bool(value) and isinstance(value[0], Mapping)
+
+
+def _ids(value: Any, tokenizer: Any, special: bool) -> list[int]:
+    if isinstance(value, str):
+        return list(_needed(tokenizer)(value, add_special_tokens=special)["input_ids"])
+    return list(value)
+
+
+def _check(rows: Data, chats: bool) -> None:
+    """Count tokens. Raises: ``SpecGenError`` when the mask cannot be right."""
+    tokens = supervised = 0
+    for mask in _masks(rows):
+        tokens, supervised = tokens + len(mask), supervised + int(sum(mask))
+    if supervised == 0:
+        raise SpecGenError(
+            "0 supervised tokens: nothing in the data is the target's to write (no answer, or only behind max_length). "
+            "Check roles and columns, or raise max_length."
+        )
+    share = supervised / tokens
+    _LOG.info("%d tokens, %d of them (%.1f %%) supervised", tokens, supervised, 100 * share)
+    if chats and not _LEAST_SHARE <= share < 1:
+        raise SpecGenError(
+            f"{supervised} of {tokens} tokens of the chats are supervised ({100 * share:.2f} %): at least "
+            f"{100 * _LEAST_SHARE:.0f} % and not all are required. The chat template marks the wrong parts, or prompts "
+            "dwarf the answers."
+        )
+
+
+def _masks(rows: Data) -> Iterator[Any]:
+    if isinstance(rows, IterableDataset):
+        yield from (row["loss_mask"] for row in rows)
+        return
+    for batch in rows.select_columns(["loss_mask"]).with_format("numpy").iter(1000):
+        yield from batch["loss_mask"]
+
+
+@dataclass(frozen=True)
+class _Pack:
+    """Put texts into rows of at most ``size`` tokens, each into the fullest row that still takes it, longest first."""
+
+    size: int
+
+    def __call__(self, batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+        texts, masks = batch["input_ids"], batch["loss_mask"]
+        bins = pack([len(text) for text in texts], self.size)
+        return {
+            "input_ids": [[token for i in chosen for token in texts[i]] for chosen in bins],
+            "loss_mask": [[bit for i in chosen for bit in masks[i]] for chosen in bins],
+            "lengths": [[len(texts[i]) for i in chosen] for chosen in bins],
+        }
+
+
+def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Return which texts share a row, in the order of each row's first text; the longest are placed first.
+
+    Raises: ``SpecGenError`` for a text longer than a row.
+    """
+    if max(lengths, default=0) > size:
+        raise SpecGenError(f"a text of {max(lengths)} tokens does not fit a row of {size}: cut it first (max_length).")
+    bins: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (tokens that still fit, row), sorted
+    for text in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        at = bisect_left(room, (lengths[text], -1))
+        left, row = room.pop(at) if at < len(room) else (size, len(bins))
+        if row == len(bins):
+            bins.append([])
+        bins[row].append(text)
+        insort(room, (left - lengths[text], row))
+    return sorted(sorted(chosen) for chosen in bins)

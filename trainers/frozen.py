@@ -1,0 +1,109 @@
+"""FrozenTarget: the model that drafters learn from. It is read, never trained, and no part of what is trained."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from hf_specgen.drafters.unrolling import places
+from hf_specgen.errors import UnsupportedTarget
+from hf_specgen.taps import FINAL, Taps
+
+_NEAR = 0.02  # of the largest logit: 16-bit rounding stays below
+
+
+class FrozenTarget:
+    """Read a target's hidden states at a drafter's ``boundaries``, and hold the weight of its head.
+
+    The model goes to ``device`` unless it is quantised, spread over devices, or sharded when it was loaded; it is put
+    in evaluation mode, without gradients, and stays so.
+    """
+
+    def __init__(self, model: PreTrainedModel, boundaries: Sequence[int], device: torch.device) -> None:
+        self.model = model.eval().requires_grad_(False)
+        if _may_move(model):
+            self.model.to(device)
+        self.device = device
+        self.boundaries = tuple(boundaries)
+        self._taps = Taps(model, (*self.boundaries, FINAL))
+        self._checked = self._checked_packing = False
+        settings = model.config.get_text_config(decoder=True).to_dict()
+        self.softcap: float | None = settings.get("final_logit_softcapping")
+        known = inspect.signature(model.forward).parameters
+        self._short = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+        self._head: Tensor | None = None
+
+    @property
+    def head(self) -> Tensor:
+        """Return ``(V, D)`` whose product with the last hidden state is the logits; its scale is the model's own."""
+        if self._head is None:
+            self._head = whole(self.model.get_output_embeddings().weight).to(self.device)
+        return self._head
+
+    @torch.no_grad()
+    def read(self, batch: Mapping[str, Tensor]) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Return the features, one ``(B, T, D)`` per boundary, and the last hidden state ``(B, T, D)``.
+
+        Of the batch: ``input_ids``, ``attention_mask``, and ``document_ids`` where texts are packed: they stay apart.
+        """
+        documents = batch.get("document_ids")
+        if documents is not None and not self._checked_packing:
+            self._check_packing(batch["input_ids"], documents)
+        hidden = self._run(batch["input_ids"], batch.get("attention_mask"), documents)
+        return hidden[:-1], hidden[-1]
+
+    def _run(self, ids: Tensor, mask: Tensor | None, documents: Tensor | None) -> tuple[Tensor, ...]:
+        given = {"attention_mask": mask} if documents is None else {"position_ids": places(documents)}
+        with self._taps.on() as seen:
+            logits = self.model(input_ids=ids, use_cache=False, **given, **self._short).logits
+            hidden = self._taps.read(seen, self.device)
+        if not self._checked:
+            self._check_head(hidden[-1][:, -1], logits[:, -1].to(self.device))
+        return hidden
+
+    def _check_head(self, states: Tensor, logits: Tensor) -> None:
+        """Take over a constant factor behind the head. Raises: ``UnsupportedTarget`` for anything else there."""
+        wanted, plain = whole(logits).float(), (states.to(self.head.dtype) @ self.head.T).float()
+        if self.softcap:
+            plain = self.softcap * (plain / self.softcap).tanh()
+        scale = float((wanted * plain).sum() / (plain * plain).sum().clamp(min=1e-12))
+        if float((wanted - scale * plain).abs().max()) > _NEAR * float(wanted.abs().max()):
+            raise UnsupportedTarget(
+                f"{type(self.model).__name__} does more to its logits than a matrix and a factor (a bias, for one): "
+                "drafters are trained against the matrix alone. Train on a target without it."
+            )
+        if abs(scale - 1) > _NEAR / 10:
+            self._head = self.head * scale
+        self._checked = True
+
+    def _check_packing(self, ids: Tensor, documents: Tensor) -> None:
+        """Compare the last text of a packed row with itself alone. Raises: ``UnsupportedTarget`` if they differ."""
+        last = (documents[0] == documents[0].max()).nonzero()[:, 0]
+        start, stop = int(last[0]), int(last[-1]) + 1
+        if start == 0:
+            return  # one text: nothing to keep apart
+        self._checked_packing = True
+        alone = self._run(ids[:1, start:stop], None, None)[-1][0]
+        packed = self._run(ids[:1], None, documents[:1])[-1][0, start:stop]
+        if float((alone - packed).float().abs().max()) > _NEAR * float(alone.float().abs().max()):
+            raise UnsupportedTarget(
+                f"{type(self.model).__name__} lets packed texts see each other (it does not tell them apart by their "
+                "positions): set packing=False."
+            )
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return all of a tensor that may be sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _may_move(model: PreTrainedModel) -> bool:
+    """Tell whether a model is plain: sharded, spread and quantised ones have a place already."""
+    settings = vars(model)
+    plain = not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return plain and not settings.get("hf_device_map") and settings.get("hf_quantizer") is None
