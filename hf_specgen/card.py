@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from hf_specgen.hub import Report, open_checkpoint
 CARD = "README.md"
 TEMPLATE = "template.md.jinja"
 BENCH_SCHEMA = "hf_specgen.bench/1"
+TRAINING, CURVE, TRAINING_SCHEMA = "training.json", "training.png", "hf_specgen.training/1"
 METHODS = {"medusa": "Medusa heads", "eagle": "EAGLE", "eagle3": "EAGLE-3"}
 LOSSY_RULES = ("typical", "threshold")
 OTHER_DRAFTERS = ("prompt-lookup", "small-model", "none")
@@ -33,7 +35,8 @@ class CardOptions:
     """Hold what a card says beyond the checkpoint itself.
 
     ``base_model``: the target's repository, by default the one the drafter was made for. ``bench``: reports of
-    ``hf-specgen bench``, as they were read from JSON.
+    ``hf-specgen bench``, as they were read from JSON. ``training``: what ``trainers/report.py`` wrote; by default the
+    file beside the drafter.
     """
 
     name: str = ""
@@ -41,6 +44,7 @@ class CardOptions:
     license: str = ""
     datasets: tuple[str, ...] = ()
     bench: tuple[Mapping[str, Any], ...] = ()
+    training: Mapping[str, Any] | None = None
 
 
 def write_card(folder: str | Path, options: CardOptions | None = None, overwrite: bool = False) -> Path:
@@ -52,7 +56,13 @@ def write_card(folder: str | Path, options: CardOptions | None = None, overwrite
     path = Path(folder) / CARD
     if path.exists() and not overwrite:
         raise SpecGenError(f"{path} exists and stays as it is: remove it, or ask for it to be overwritten.")
-    text = render_card(open_checkpoint(folder, ReadOptions()).report, options or CardOptions())
+    options = options or CardOptions()
+    if options.training is None:
+        options = replace(options, training=read_training(folder))
+    data = str((options.training or {}).get("data") or "")
+    if not options.datasets and is_repository(data):
+        options = replace(options, datasets=(data,))
+    text = render_card(open_checkpoint(folder, ReadOptions()).report, options)
     path.write_text(text, encoding="utf-8")
     return path
 
@@ -72,10 +82,20 @@ def render_card(report: Report, options: CardOptions) -> str:
         facts=_facts(report, target),
         python=_python(config, name, target),
         tools=_tools(report, name, target),
+        training=_training(options.training),
         measured=[_measured(found) for found in options.bench],
         limits=_limits(report),
         license=_license(options, target),
     )
+
+
+def read_training(folder: str | Path) -> Mapping[str, Any] | None:
+    """Return what a training left beside a drafter, None where there is nothing of it."""
+    path = Path(folder) / TRAINING
+    if not path.is_file():
+        return None
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return found if isinstance(found, Mapping) and found.get("schema") == TRAINING_SCHEMA else None
 
 
 def card_folder() -> Path:
@@ -227,6 +247,51 @@ def _measured(report: Mapping[str, Any]) -> dict[str, Any]:
         "rates": [f"{rate:.2f}" for rate in rates],
         "identity": _identity(ours),
     }
+
+
+def _training(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return what the template shows of a training."""
+    if found is None:
+        return None
+    machine, values = found["machine"], found["evaluation"]
+    place = ", ".join(str(part) for part in (machine["device"], _told("", machine.get("cores"), " cores")) if part)
+    versions = ", ".join(f"{name} {machine[name]}" for name in ("hf_specgen", "transformers", "torch"))
+    arguments = ", ".join(f"{name} {value}" for name, value in found["arguments"].items())
+    facts = [
+        ("data", _code(found.get("data"))),
+        ("texts", _told("", found.get("texts"))),
+        ("supervised tokens", _number(found.get("tokens"), ",d")),
+        ("started from", str(found.get("start") or "")),
+        ("steps", f"{found['steps']} ({found['epochs']} epochs), {found['processes']} process(es), {found['precision']}"),
+        ("arguments", arguments),
+        ("time", _told("", _number(found.get("seconds"), ".0f") or None, f" s on {place}")),
+        ("versions", versions),
+    ]
+    depths = [depth for depth in range(1, POSITIONS + 1) if f"top1_{depth}" in values]
+    shares = {"best token right": "top1", "sum of min(p, q)": "alpha", "all right so far": "prefix"}
+    rows = [[label, *(_number(values.get(f"{name}_{at}"), ".3f") for at in depths)] for label, name in shares.items()]
+    return {
+        "facts": [(label, value) for label, value in facts if value],
+        "depths": depths,
+        "rows": rows if depths else [],
+        "length": _number(values.get("acceptance_length"), ".2f"),
+        "decoding": _decoding(found.get("decoding")),
+        "curve": CURVE if found["curve"] else "",
+    }
+
+
+def _decoding(found: Mapping[str, Any] | None) -> list[str]:
+    if found is None:
+        return []
+    before = found["before"]
+    was = "" if before is None else f" (before training {before:.2f})"
+    return [
+        f"{found['prompts']} held-out prompts, {found['max_new_tokens']} new tokens, greedy, batch 1, {found['dtype']}, "
+        f"on that machine: {found['tokens_per_round']:.2f} tokens per round with {found['num_tokens']} drafted{was}.",
+        f"Such a round costs {found['round_cost']:.2f} plain steps, so {found['round_cost']:.2f} tokens per round break "
+        f"even. Speed-up over plain `generate()`: {found['speedup']:.2f}x; of prompt lookup, which needs no training: "
+        f"{found['lookup_speedup']:.2f}x.",
+    ]
 
 
 def _heading(report: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 _SAMPLED_ROWS = 16
@@ -65,8 +66,14 @@ def fingerprint_of(embedding: Tensor, head: Tensor) -> str:
     for weight in (embedding, head):
         if weight.device.type == "meta" or not weight.is_floating_point():
             return ""
+        weight = whole(weight)
         rows = torch.linspace(0, weight.shape[0] - 1, _SAMPLED_ROWS, device=weight.device).long()
         sample = weight.detach()[rows].to("cpu", torch.float32).to(torch.bfloat16).view(torch.int16)
         digest.update(repr(tuple(weight.shape)).encode())
         digest.update(sample.numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return all of a tensor that may be sharded over processes."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

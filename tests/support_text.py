@@ -21,7 +21,8 @@ SPECIAL = [
 THINKS = ["<think>", "</think>"]
 
 CHATML = (
-    "{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_start|>system\nBe good.<|im_end|>\n{% endif %}"
+    "{% for m in messages %}"
+    "{% if loop.first and m.role != 'system' %}<|im_start|>system\nBe good.<|im_end|>\n{% endif %}"
     "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -46,7 +47,8 @@ INSTRUCT = (
 # reasoning of earlier answers is dropped
 FORGETFUL = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' and loop.last %}<think>\nhm\n</think>\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if m.role == 'assistant' and loop.last %}<think>\nhm\n</think>\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 # a header before the answer, and add_generation_prompt is ignored

@@ -6,7 +6,6 @@ import pytest
 import torch
 from tiny import (
     KINDS,
-    LEARNED,
     TREES,
     Keep,
     RandomTree,
@@ -20,13 +19,14 @@ from tiny import (
     prompts,
     texts_of,
     tiny,
+    with_learned,
 )
 from transformers import MaxLengthCriteria
 
 from hf_specgen import PromptLookup, SmallModel, SpeculativeDecoding
 
 ROWS = [5, 17, 11, 24]
-GREEDY = ("lookup", "branches", "small", "tree", *LEARNED)  # for a greedy target a sampling drafter drafts greedily: see C01
+GREEDY = ("lookup", "branches", "small", "tree")  # for a greedy target a sampling drafter drafts greedily: see C01
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def test_c02_eos_anywhere(target, twelve: torch.Tensor, text: list[int], ref: li
     assert min(longest.values()) >= 2
 
 
-@pytest.mark.parametrize("kind", GREEDY)
+@pytest.mark.parametrize("kind", with_learned(GREEDY))
 def test_c02_eos_in_a_batch(kind: str, target) -> None:
     ids, mask = prompts(ROWS)
     free = plain(target, ids, mask, max_new_tokens=30)
@@ -160,7 +160,7 @@ def test_c04_exact_budget(kind: str, tokens: int, target, twelve: torch.Tensor, 
     assert widest >= min(tokens, 18)
 
 
-@pytest.mark.parametrize("kind", GREEDY)
+@pytest.mark.parametrize("kind", with_learned(GREEDY))
 def test_c04_no_position_beyond_the_models_limit(kind: str) -> None:
     model = build("gpt2", max_position_embeddings=40)
     seen: list[int] = []
@@ -193,7 +193,7 @@ def test_c04_a_prompt_of_500_in_a_model_of_512(target) -> None:
     assert 508 <= max(seen) < 512
 
 
-@pytest.mark.parametrize("kind", GREEDY)
+@pytest.mark.parametrize("kind", with_learned(GREEDY))
 @pytest.mark.parametrize("limit", [5, 24, 25, 29])
 def test_c04_a_callers_own_length_limit(kind: str, limit: int, target) -> None:
     """Criteria are asked after a token, so a limit within the prompt leaves one."""
@@ -248,7 +248,7 @@ def test_c06_history_processors(name: str, target) -> None:
             assert watch.longest >= 2 or len(lengths) == 1, kind
 
 
-@pytest.mark.parametrize("kind", GREEDY)
+@pytest.mark.parametrize("kind", with_learned(GREEDY))
 def test_c06_forced_first_token(kind: str, target) -> None:
     ids = torch.tensor([[7], [21], [7], [40]])
     settings = {"forced_bos_token_id": 9, "max_new_tokens": 20}
@@ -283,7 +283,7 @@ def test_c05_minimum_lengths(place: int, target, twelve: torch.Tensor, text: lis
     assert min(longest.values()) >= 2
 
 
-@pytest.mark.parametrize("kind", GREEDY)
+@pytest.mark.parametrize("kind", with_learned(GREEDY))
 def test_c05_minimum_lengths_in_a_batch(kind: str, target, ref: list[int]) -> None:
     ids, mask = prompts(ROWS)
     settings = {"eos_token_id": ref[:10], "min_new_tokens": 9, "max_new_tokens": 20}

@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from tiny import drafter_of, letters, ours, plain, prompts, texts_of, tiny
+from tiny import drafter_of, letters, ours, plain, prompts, texts_of, tiny, with_learned
 from transformers import StoppingCriteria
 
 from hf_specgen import SpecGenError, SpeculativeDecoding, disable, enable
@@ -68,7 +68,7 @@ def test_c03a_stop_strings(target, tokenizer, twelve: torch.Tensor, text: list[i
     assert inside > 20, "the last block was hardly ever cut"
 
 
-@pytest.mark.parametrize("kind", GREEDY)
+@pytest.mark.parametrize("kind", with_learned(GREEDY))
 def test_c03a_stop_strings_in_a_batch(kind: str, target, tokenizer) -> None:
     ids, mask = prompts(ROWS)
     free = plain(target, ids, mask)
@@ -111,7 +111,7 @@ def test_c03b_a_criterion_on_the_newest_token(target, twelve: torch.Tensor, text
     assert min(longest.values()) >= 2
 
 
-@pytest.mark.parametrize("kind", GREEDY)
+@pytest.mark.parametrize("kind", with_learned(GREEDY))
 def test_c03c_a_criterion_on_the_length(kind: str, target, twelve: torch.Tensor, text: list[int]) -> None:
     watch, criterion = drafter_of(kind, target, [text]), Recorder(lambda row: len(row) >= 25)
     result = ours(target, watch, twelve, max_new_tokens=40, stopping_criteria=[criterion])
@@ -120,7 +120,7 @@ def test_c03c_a_criterion_on_the_length(kind: str, target, twelve: torch.Tensor,
     assert watch.longest >= 2
 
 
-@pytest.mark.parametrize("kind", GREEDY)
+@pytest.mark.parametrize("kind", with_learned(GREEDY))
 def test_c03_criteria_in_a_batch(kind: str, target) -> None:
     """Rows stop on their own; each row's prefixes are the padded rows that plain decoding shows."""
     ids, mask = prompts(ROWS)
@@ -155,7 +155,7 @@ class Scored(StoppingCriteria):
         return torch.tensor([False])
 
 
-@pytest.mark.parametrize("kind", GREEDY)
+@pytest.mark.parametrize("kind", with_learned(GREEDY))
 def test_c03_criteria_are_given_the_scores_so_far(kind: str, target, twelve: torch.Tensor, text: list[int]) -> None:
     for asked in ({}, {"return_dict_in_generate": True, "output_scores": True}):
         theirs, mine = Scored(), Scored()
@@ -167,7 +167,7 @@ def test_c03_criteria_are_given_the_scores_so_far(kind: str, target, twelve: tor
             assert here is None or (here.shape == there.shape and torch.allclose(here, there, atol=1e-4))
 
 
-@pytest.mark.parametrize("kind", GREEDY)
+@pytest.mark.parametrize("kind", with_learned(GREEDY))
 def test_c03_max_time(kind: str, target, text: list[int], twelve: torch.Tensor) -> None:
     slow = target.model.layers[0].register_forward_hook(lambda *_: time.sleep(0.02))
     watch = drafter_of(kind, target, [text])

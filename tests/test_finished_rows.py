@@ -131,7 +131,7 @@ def test_hidden_states_for_drafters_belong_to_their_row() -> None:
     whole = plain(model, ids, mask, max_new_tokens=24, return_dict_in_generate=True, output_hidden_states=True)
     budgets = [3, 24, 9, 1, 15]
     watch = Watch(PromptLookup(4))
-    watch.hidden_layers = (1, FINAL)
+    watch.inner.hidden_layers = (1, FINAL)
     run(model, watch, ids, mask, budgets)
     written = [1] * len(LENGTHS)
     zeros = 0

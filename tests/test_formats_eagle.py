@@ -127,9 +127,9 @@ def test_norms_that_were_trained_are_refused() -> None:
 
 def test_old_vllm_with_fewer_ids_is_refused() -> None:
     config, tensors = old_vllm()
-    with pytest.raises(IncompatibleDrafter, match="token_map.*whole vocabulary"):
+    with pytest.raises(IncompatibleDrafter, match=r"token_map.*whole vocabulary"):
         read(source_of({**config, "truncated_vocab_size": 20}, tensors))
-    with pytest.raises(IncompatibleDrafter, match="token_map.*whole vocabulary"):
+    with pytest.raises(IncompatibleDrafter, match=r"token_map.*whole vocabulary"):
         read(source_of(config, {**tensors, "token_map": torch.arange(20)}))
 
 

@@ -168,9 +168,10 @@ class Late(Watch):
 
 
 Twist = Callable[[LearnedDrafter, OracleTarget], None]
+Pass = tuple[torch.Tensor, torch.Tensor]
 
 
-def wrap_step(change: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> Twist:
+def wrap_step(change: Callable[[torch.Tensor, torch.Tensor, list[int]], Pass]) -> Twist:
     """Change positions and mask of the passes over drafted pairs: those that begin behind the committed ones."""
 
     def twist(drafter: LearnedDrafter, target: OracleTarget) -> None:
@@ -178,12 +179,23 @@ def wrap_step(change: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor,
 
         def step(tokens, features, positions, mask, cache):
             if bool((positions > cache.row_lengths[:, None]).all()):
-                positions, mask = change(positions, mask)
+                positions, mask = change(positions, mask, cache.lengths)
             return inner(tokens, features, positions, mask, cache)
 
         drafter.step = step
 
     return twist
+
+
+def hide_ancestors(
+    positions: torch.Tensor, mask: torch.Tensor, lengths: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Let drafted pairs see the committed ones and themselves, but none that was drafted before."""
+    mask = mask.expand(len(lengths), *mask.shape[1:]).clone()
+    held = mask.shape[-1] - max(lengths) - mask.shape[2]
+    for row, length in enumerate(lengths):
+        mask[row, ..., length + 1 : length + held] = False
+    return positions, mask
 
 
 def early_tokens(drafter: LearnedDrafter, target: OracleTarget) -> None:
@@ -197,9 +209,10 @@ def shifted_map(drafter: LearnedDrafter, target: OracleTarget) -> None:
 
 TWISTS: dict[str, Twist] = {
     "tokens": early_tokens,
-    "positions": wrap_step(lambda positions, mask: (positions + 1, mask)),
-    "positions back": wrap_step(lambda positions, mask: (positions - 1, mask)),
-    "mask": wrap_step(lambda positions, mask: (positions, torch.ones_like(mask))),
+    "positions": wrap_step(lambda positions, mask, _: (positions + 1, mask)),
+    "positions back": wrap_step(lambda positions, mask, _: (positions - 1, mask)),
+    "siblings seen": wrap_step(lambda positions, mask, _: (positions, torch.ones_like(mask))),
+    "ancestors hidden": wrap_step(hide_ancestors),
     "map": shifted_map,
 }
 TWINS = [
@@ -208,8 +221,8 @@ TWINS = [
     ("tokens", "eagle, attention", "dynamic"),
     ("tokens", "eagle3, attention", "chain"),
     *[(twist, name, "chain") for twist in ("positions", "positions back") for name in ATTENTIVE],
-    ("mask", "eagle, attention", "static"),
-    ("mask", "eagle3, attention", "static"),
+    ("siblings seen", "eagle3, attention", "static"),
+    *[("ancestors hidden", name, shape) for shape in SHAPES for name in ATTENTIVE],
     ("map", "eagle3, token, reduced", "chain"),
     ("map", "eagle3, attention, reduced", "dynamic"),
     ("map", "medusa, reduced", "static"),

@@ -112,7 +112,7 @@ def test_rounds_carry_the_states_of_the_accepted_path(family: str) -> None:
     whole = plain(model, ids, mask, max_new_tokens=20)
     texts = texts_of(whole, mask)
     watch = Watch(RandomTree(texts))
-    watch.hidden_layers = (2, 0, FINAL)
+    watch.inner.hidden_layers = (2, 0, FINAL)
     asked: list[dict] = []
     spy = model.base_model.register_forward_pre_hook(lambda _, __, kwargs: asked.append(kwargs), with_kwargs=True)
     assert torch.equal(ours(model, watch, ids, mask, max_new_tokens=20), whole)
@@ -235,7 +235,7 @@ def test_a_stream_of_another_width_is_refused() -> None:
 def test_boundaries_that_do_not_exist_are_refused_before_the_first_token(boundary: int) -> None:
     model, keep = tiny(), Keep()
     watch = Watch(PromptLookup(4))
-    watch.hidden_layers = (1, boundary)
+    watch.inner.hidden_layers = (1, boundary)
     with pytest.raises(IncompatibleDrafter, match=rf"\[{boundary}\] of LlamaForCausalLM.*boundaries 0 to 2"):
         plain(model, torch.tensor([[1, 2, 3]]), custom_generate=SpeculativeDecoding(watch, streamer=keep))
     assert keep.tokens == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -125,7 +126,7 @@ def test_every_kind_of_file_opens(tmp_path: Path) -> None:
         assert [row["loss_mask"] for row in stream] == data["loss_mask"][:], name
     assert len(load_data(tmp_path / "splits", split="test")) == 1
     (tmp_path / "rows.xml").touch()
-    with pytest.raises(SpecGenError, match="ends with '.xml'"):
+    with pytest.raises(SpecGenError, match=r"ends with '\.xml'"):
         load_data(tmp_path / "rows.xml")
     with pytest.raises(SpecGenError, match=r"cannot be opened.*id of a data set"):
         load_data(tmp_path / "nothing")
@@ -170,7 +171,7 @@ def packed_and_single() -> tuple[dict, list[dict]]:
     texts = [torch.randint(1, 64, (length,)).tolist() for length in (5, 9, 3)]
     data = Dataset.from_list([{"input_ids": text, "loss_mask": [i > 1 for i in range(len(text))]} for text in texts])
     rows = prepare_dataset(data, options=DataOptions(packing=True, max_length=20))
-    assert rows[0]["lengths"] == [5, 9, 3] and rows[0]["input_ids"] == sum(texts, [])
+    assert rows[0]["lengths"] == [5, 9, 3] and rows[0]["input_ids"] == list(chain(*texts))
     longer = {"input_ids": list(range(1, 21)), "loss_mask": [True] * 20, "lengths": [20]}
     return DraftCollator()([rows[0], longer]), list(prepare_dataset(data))
 
@@ -205,7 +206,7 @@ def test_a_batch_is_padded_on_the_right_and_counted() -> None:
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 0, 0, 0]]
     assert batch["loss_mask"].tolist() == [[False, True, True, False], [False] * 4]
     assert list(batch)[-1] == "num_items" and batch["num_items"] == 2
-    assert list(batch)[0] == "input_ids", "the Trainer reads the size of a batch off its first tensor"
+    assert next(iter(batch)) == "input_ids", "the Trainer reads the size of a batch off its first tensor"
     assert "document_ids" not in batch and "seeds" not in batch
     with pytest.raises(SpecGenError, match="2 input_ids and a loss_mask of 1"):
         DraftCollator()([{"input_ids": [1, 2], "loss_mask": [True]}])

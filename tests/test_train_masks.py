@@ -83,7 +83,7 @@ def test_reasoning_may_be_left_out() -> None:
 
 
 def test_a_template_that_forgets_is_refused_but_for_the_last_answer() -> None:
-    with pytest.raises(SpecGenError, match="differently when others follow.*turns='last'"):
+    with pytest.raises(SpecGenError, match=r"differently when others follow.*turns='last'"):
         supervised(FORGETFUL)
     assert supervised(FORGETFUL, turns="last") == ["<think>\nhm\n</think>\nno, I rest<|im_end|>"]
 

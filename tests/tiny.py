@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import random
 import string
+from collections.abc import Iterable
 
+import pytest
 import torch
 import transformers
 from transformers import AutoConfig, PreTrainedModel
@@ -248,6 +250,12 @@ LEARNED: dict[str, tuple[str, str, dict[str, object]]] = {
 }
 KINDS = ("lookup", "branches", "small", "sampled", "tree", *LEARNED)
 TREES = ("branches", "tree", "medusa", "eagle dynamic", "eagle3")
+
+
+def with_learned(kinds: Iterable[str]) -> list[object]:
+    """Add the learned kinds to a suite's; one of them runs every time."""
+    others = [kind for kind in LEARNED if kind != "eagle dynamic"]
+    return [*kinds, "eagle dynamic", *(pytest.param(kind, marks=pytest.mark.slow) for kind in others)]
 
 
 def drafter_of(kind: str, model: PreTrainedModel, texts: list[list[int]], tokens: int = 4) -> Watch:

@@ -12,6 +12,7 @@ import os
 import socket
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,38 @@ def eagle3_trainer(folder: str | Path, rows: Any = None, **settings: Any) -> Dra
     """Return a trainer of an EAGLE-3 drafter that drafts three tokens."""
     drafter, model = eagle3()
     args = arguments(Eagle3Arguments, folder, **{"steps": 3, **settings})
-    return Eagle3Trainer(drafter, model, args, data_collator=Pad(), train_dataset=rows or texts(), eval_dataset=texts(5))
+    return Eagle3Trainer(
+        drafter, model, args, data_collator=Pad(), train_dataset=rows or texts(), eval_dataset=texts(5)
+    )
+
+
+class Unscaled(Eagle3Trainer):
+    """A twin: the sum by the global count, although processes average their gradients."""
+
+    def compute_loss(self, model: Any, inputs: Job, *unused: Any, num_items_in_batch: Any = None, **more: Any) -> Any:
+        return super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch * self.args.world_size)
+
+
+class Bypassing(Eagle3Trainer):
+    """A twin: the drafter itself is called, so what wraps it never joins the gradients."""
+
+    def compute_loss(self, model: Any, inputs: Job, *unused: Any, num_items_in_batch: Any = None, **more: Any) -> Any:
+        return super().compute_loss(self.drafter, inputs, num_items_in_batch=num_items_in_batch)
+
+
+class Repeating(Eagle3Trainer):
+    """A twin: rows that even out the last batch are counted twice."""
+
+    def _once(self, batch: Job) -> Job:
+        return batch
+
+
+def twin_trainer(folder: str | Path, rows: Any = None, kind: str = "", **settings: Any) -> DrafterTrainer:
+    """Return a trainer that does one thing wrong."""
+    drafter, model = eagle3()
+    args = arguments(Eagle3Arguments, folder, **{"steps": 3, **settings})
+    wrong = {"unscaled": Unscaled, "bypassing": Bypassing, "repeating": Repeating}[kind]
+    return wrong(drafter, model, args, data_collator=Pad(), train_dataset=rows or texts(), eval_dataset=texts(5))
 
 
 def record(trainer: DrafterTrainer) -> Job:
@@ -116,6 +148,63 @@ def evaluate(folder: str, maker: str = "train_runs.eagle3_trainer", **settings: 
     return {"world": trainer.args.world_size, **trainer.evaluate()}
 
 
+def resume(folder: str, **settings: Any) -> Job:
+    """Train twenty steps, then from step ten on again, and return both records."""
+    settings |= {"save_strategy": "steps", "save_steps": STEPS // 2}
+    whole, again = (eagle3_trainer(folder, **settings) for _ in range(2))
+    whole.train()
+    again.train(resume_from_checkpoint=f"{folder}/checkpoint-{STEPS // 2}")
+    return {"whole": record(whole), "again": record(again)}
+
+
+def stream(folder: str, **settings: Any) -> Job:
+    """Train one pass over a stream and return which rows each process saw."""
+    from datasets import Dataset
+
+    rows = Dataset.from_list(texts()).to_iterable_dataset(num_shards=4)
+    settings |= {"max_steps": ROWS // 4, "accelerator_config": {"dispatch_batches": False}}
+    trainer = eagle3_trainer(folder, rows, per_device_train_batch_size=2, **settings)
+    seen: list[float] = []
+    run = trainer.run
+    trainer.run = lambda model, batch, **more: (seen.extend(keys(batch)), run(model, batch, **more))[1]
+    trainer.train()
+    return {**record(trainer), "seen": gathered(trainer, seen), "all": keys(Pad()(texts()))}
+
+
+def keys(batch: Job) -> list[float]:
+    """Return a number that tells a row from others."""
+    return (batch["input_ids"][:, :5] * torch.tensor([1, 64, 64**2, 64**3, 0])).sum(1).float().tolist()
+
+
+def shard(folder: str) -> Job:
+    """Return the largest error of the gradients of a drafter that FSDP2 shards, each process reading half the rows."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    trainer = eagle3_trainer(folder)
+    rank, world = trainer.accelerator.process_index, trainer.accelerator.num_processes
+    rows = texts(8)
+    trainer.run(trainer.drafter, Pad()(rows)).loss_sum.backward()
+    wanted = {name: part.grad.clone() for name, part in trainer.drafter.named_parameters()}
+    trainer.drafter.zero_grad()
+    mesh = init_device_mesh("cpu", (world,))
+    fully_shard(trainer.drafter.midlayer, mesh=mesh)
+    fully_shard(trainer.drafter, mesh=mesh)
+    output = trainer.run(trainer.drafter, Pad()(rows[rank::world]))
+    (output.loss_sum * world).backward()
+    parts = dict(trainer.drafter.named_parameters())
+    errors = {name: float((part.grad.full_tensor() - wanted[name]).abs().max()) for name, part in parts.items()}
+    dist.barrier()
+    return {
+        "errors": errors,
+        "largest": {name: float(part.abs().max()) for name, part in wanted.items()},
+        "sharded": all(isinstance(part, DTensor) for part in parts.values()),
+        "embedding": trainer.drafter.get_input_embeddings() is None,
+    }
+
+
 def gathered(trainer: DrafterTrainer, values: list[float]) -> list[list[float]]:
     """Return every process's numbers."""
     return trainer.accelerator.gather(torch.tensor([values])).tolist()
@@ -138,7 +227,8 @@ def together(jobs: dict[str, Job], folder: Path, processes: int = 2, seconds: in
     known = {**os.environ, "PYTHONPATH": f"{HERE.parent}:{HERE}", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = ["timeout", "--kill-after=5", str(seconds), *start, __file__, str(folder)]
     done = subprocess.run(command, env=known, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    broken = [path.read_text() for path in folder.glob("broken-*.txt")]
+    assert done.returncode == 0, "\n".join(broken) or done.stderr[-6000:]
     return json.loads((folder / "found.json").read_text())
 
 
@@ -152,7 +242,11 @@ def call(job: Job, folder: Path) -> Job:
 def main(folder: Path) -> None:
     """Run the jobs of a folder as one of several processes."""
     torch.set_num_threads(1)
-    found = alone(json.loads((folder / "jobs.json").read_text()), folder)
+    try:
+        found = alone(json.loads((folder / "jobs.json").read_text()), folder)
+    except Exception:
+        (folder / f"broken-{os.environ.get('RANK', '0')}.txt").write_text(traceback.format_exc())
+        raise
     if os.environ.get("RANK", "0") == "0":
         (folder / "found.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()

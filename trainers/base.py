@@ -19,10 +19,11 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerContr
 from hf_specgen.card import CardOptions, write_card
 from hf_specgen.drafters.learned import LearnedDrafter, TrainingOutput
 from hf_specgen.errors import SpecGenError
-from hf_specgen.facts import TargetFacts
+from hf_specgen.facts import TargetFacts, whole
 from hf_specgen.trainers.data import DraftCollator
-from hf_specgen.trainers.frozen import FrozenTarget, whole
+from hf_specgen.trainers.frozen import FrozenTarget, prepared
 from hf_specgen.trainers.losses import Objective
+from hf_specgen.trainers.metrics import renewal
 from hf_specgen.trainers.tally import Tally
 
 _FED = ("input_ids", "loss_mask", "document_ids")
@@ -57,6 +58,12 @@ class DrafterTrainingArguments(TrainingArguments):
             raise SpecGenError("label_smoothing_factor was given: drafters learn the target's own law. Leave it out.")
         if self.loss_reduction not in ("token", "sequence"):
             raise SpecGenError(f"loss_reduction={self.loss_reduction!r}: 'token' or 'sequence' is required.")
+
+    @property
+    def device(self) -> torch.device:
+        """Return where training runs. With several processes 5.17 says "cpu:0", where no checkpoint can be read."""
+        found: torch.device = super().device
+        return torch.device("cpu") if found.type == "cpu" else found
 
 
 class DrafterTrainer(Trainer):
@@ -97,11 +104,11 @@ class DrafterTrainer(Trainer):
 
     def join(self, target: PreTrainedModel) -> None:
         """Put the target beside the drafter, and note in the drafter's config whose it is."""
+        target = prepared(target, self.args.device)
         facts = TargetFacts.of(target)
         self.drafter.config.target = {**self.drafter.config.target, **facts.to_dict()}
         self.drafter.attach(target)
         self.target = FrozenTarget(target, self.drafter.hidden_layers, self.args.device)
-        self.drafter.attach(target)  # again: it may have moved
 
     def settings(self) -> dict[str, Any]:
         """Return what the method adds to every forward of its drafter."""
@@ -172,7 +179,11 @@ class DrafterTrainer(Trainer):
         with torch.no_grad(), self.compute_loss_context_manager():
             output = self.run(model, batch, wants_rates=True)
         items = self.count(batch)
-        self.tallies["eval"].add(output, items)
+        more = {}
+        if output.rates is not None:
+            found = renewal(output.rates, batch["loss_mask"], batch.get("document_ids"))
+            more = {"tokens": found.tokens, "rounds": found.rounds}
+        self.tallies["eval"].add(output, items, **more)
         return output.loss_sum.detach() / items.clamp(min=1), None, None
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:

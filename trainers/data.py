@@ -259,8 +259,21 @@ class _Chats:
     reader: ChatReader
 
     def __call__(self, row: Row) -> tuple[list[int], list[bool]]:
-        messages = row.get("messages") or [_message(turn) for turn in row["conversations"]]
-        return self.reader.read(messages, tools=row.get("tools"))
+        return self.reader.read(messages_of(row), tools=row.get("tools"))
+
+
+def messages_of(row: Mapping[str, Any]) -> list[Row]:
+    """Return a row's chat as messages with role and content.
+
+    Raises: ``SpecGenError`` for a row without messages, conversations, or prompt.
+    """
+    prompt = row.get("prompt")
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    turns: Any = row.get("messages") or row.get("conversations") or prompt
+    if not _are_messages(turns):
+        raise SpecGenError(f"a row has the columns {', '.join(row)}: messages, conversations or prompt is required.")
+    return [_message(turn) for turn in turns]
 
 
 def _message(turn: Mapping[str, Any]) -> Row:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_specgen.drafters.unrolling import places
 from hf_specgen.errors import UnsupportedTarget
+from hf_specgen.facts import whole
 from hf_specgen.taps import FINAL, Taps
 
 _NEAR = 0.02  # of the largest logit: 16-bit rounding stays below
@@ -20,15 +21,11 @@ _NEAR = 0.02  # of the largest logit: 16-bit rounding stays below
 class FrozenTarget:
     """Read a target's hidden states at a drafter's ``boundaries``, and hold the weight of its head.
 
-    The model goes to ``device`` unless it is quantised, spread over devices, or sharded when it was loaded; it is put
-    in evaluation mode, without gradients, and stays so.
+    ``prepared`` puts the model in its place first.
     """
 
     def __init__(self, model: PreTrainedModel, boundaries: Sequence[int], device: torch.device) -> None:
-        self.model = model.eval().requires_grad_(False)
-        if _may_move(model):
-            self.model.to(device)
-        self.device = device
+        self.model, self.device = model, device
         self.boundaries = tuple(boundaries)
         self._taps = Taps(model, (*self.boundaries, FINAL))
         self._checked = self._checked_packing = False
@@ -97,9 +94,10 @@ class FrozenTarget:
             )
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Return all of a tensor that may be sharded."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def prepared(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """Put a target in evaluation mode, without gradients, on ``device``; sharded, spread and quantised ones stay."""
+    model.eval().requires_grad_(False)
+    return model.to(device) if _may_move(model) else model
 
 
 def _may_move(model: PreTrainedModel) -> bool:

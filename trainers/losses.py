@@ -78,11 +78,11 @@ class Objective:
         """Return the weighted sum of the loss over N rows.
 
         Shapes: ``states (N, H)``, ``weight (Vd, H)``: the drafter's head; ``teacher_states (N, D)``,
-        ``teacher_weight (V, D)``, ``teacher_bias (V)``: the target's, both states None for ``ce`` from labels alone;
+        ``teacher_weight (V, D)``, ``teacher_bias (V)``: the target's, None for ``ce`` from labels alone;
         ``weights (N)``; ``labels (N)`` and ``rows (Vd)`` are ids of the target: ``rows[i]`` is what draft id i means
-        (None: ids are the same, the drafter may lack the last ones). ``index (N)``: row i's teacher is ``teacher_states[index[i]]``, of any
-        number M: the target's head then runs once for states that share one. No rows at all is fine: the loss is 0 and
-        its gradients are zeros.
+        (None: ids are the same, the drafter may lack the last ones). ``index (N)``: row i's teacher is
+        ``teacher_states[index[i]]``, of any number M: the target's head then runs once for states that share one. No
+        rows at all is fine: the loss is 0 and its gradients are zeros.
         Raises: ``SpecGenError`` when something that the loss needs is missing or does not fit.
         """
         self._check(states, weight, teacher_weight, labels, rows)
@@ -161,14 +161,19 @@ Slope = Callable[[], Tensor]
 Formula = Callable[[Laws], tuple[Tensor, Slope]]
 
 
+def _dot(one: Tensor, other: Tensor) -> Tensor:
+    """Return the dot products of rows ``(n)`` without a tensor of their products."""
+    return (one.unsqueeze(1) @ other.unsqueeze(2)).flatten()
+
+
 def _kl(laws: Laws) -> tuple[Tensor, Slope]:
-    value = torch.linalg.vecdot(laws.p, laws.log_p.sub_(laws.log_q))
+    value = _dot(laws.p, laws.log_p.sub_(laws.log_q))
     return value, lambda: laws.q.sub_(laws.p)
 
 
 def _rkl(laws: Laws) -> tuple[Tensor, Slope]:
     gap = laws.log_q.sub_(laws.log_p)
-    value = torch.linalg.vecdot(laws.q, gap)
+    value = _dot(laws.q, gap)
     return value, lambda: gap.sub_(value[:, None]).mul_(laws.q)
 
 
@@ -178,7 +183,7 @@ def _tv(laws: Laws) -> tuple[Tensor, Slope]:
 
     def slope() -> Tensor:
         sign = gap.sign_().mul_(0.5)
-        return sign.sub_(torch.linalg.vecdot(laws.q, sign)[:, None]).mul_(laws.q)
+        return sign.sub_(_dot(laws.q, sign)[:, None]).mul_(laws.q)
 
     return value, slope
 
@@ -189,7 +194,7 @@ def _lk(laws: Laws) -> tuple[Tensor, Slope]:
 
     def slope() -> Tensor:
         below = torch.lt(laws.q, p).to(p.dtype)
-        below.sub_(torch.linalg.vecdot(laws.q, below)[:, None])
+        below.sub_(_dot(laws.q, below)[:, None])
         return below.mul_(laws.q).div_(-alpha[:, None])
 
     return -alpha.log(), slope
@@ -198,9 +203,9 @@ def _lk(laws: Laws) -> tuple[Tensor, Slope]:
 def _jsd(laws: Laws) -> tuple[Tensor, Slope]:
     beta = laws.beta
     log_m = torch.lerp(laws.q, laws.p, beta).clamp_(min=torch.finfo(laws.q.dtype).tiny).log_()
-    to_p = torch.linalg.vecdot(laws.p, laws.log_p.sub_(log_m))
+    to_p = _dot(laws.p, laws.log_p.sub_(log_m))
     gap = laws.log_q.sub_(log_m)
-    to_q = torch.linalg.vecdot(laws.q, gap)
+    to_q = _dot(laws.q, gap)
     return beta * to_p + (1 - beta) * to_q, lambda: gap.sub_(to_q[:, None]).mul_(laws.q).mul_(1 - beta)
 
 
@@ -314,7 +319,8 @@ class _Sums:
             self.by_weight += slope.T @ states
 
     def _law(self, logits: Tensor) -> Tensor:
-        return (logits.to(self._kind) / self._job.objective.temperature).log_softmax(-1)
+        temperature = self._job.objective.temperature
+        return (logits if temperature == 1 else logits / temperature).log_softmax(-1, dtype=self._kind)
 
     def _labels(self, part: _Part) -> tuple[Tensor | None, Tensor]:
         """Return the labels as draft ids, -1 where the drafter has none, and where it has one."""

@@ -55,7 +55,7 @@ class ChatReader:
         self.template = template
         self.marks_answers = bool(_MARKS.search(template))
         self._stops = {*options.stop_ids, *tokenizer.all_special_ids} - {tokenizer.unk_token_id}
-        self._thinks = () if options.reasoning else self._thinking_ids()
+        self._thinks = None if options.reasoning else self._thinking_ids()
 
     def read(
         self, messages: Sequence[Message], first: int = 0, tools: Sequence[Any] | None = None
@@ -160,21 +160,8 @@ class ChatReader:
         if last is not None and not self.tokenizer.decode(ids[last + 1 : stop]).strip():
             stop = last + 1 if self.options.include_stop_token else last
         mask[start:stop] = [True] * (stop - start)
-        if self._thinks:
-            self._unmark_thinking(ids, mask, start, stop)
-
-    def _unmark_thinking(self, ids: list[int], mask: list[bool], start: int, stop: int) -> None:
-        begin, end = self._thinks
-        opened: int | None = None
-        for i in range(start, stop):
-            if ids[i] == begin:
-                opened = i
-            elif ids[i] == end:
-                first = start if opened is None else opened
-                mask[first : i + 1] = [False] * (i + 1 - first)
-                opened = None
-        if opened is not None:
-            mask[opened:stop] = [False] * (stop - opened)
+        if self._thinks is not None:
+            _unmark_thinking(*self._thinks, ids, mask, start, stop)
 
     def _thinking_ids(self) -> tuple[int, int]:
         found = [self.tokenizer.convert_tokens_to_ids(token) for token in _THINKS]
@@ -183,6 +170,20 @@ class ChatReader:
                 f"reasoning=False: the tokenizer has no tokens {' and '.join(_THINKS)}. Leave reasoning=True."
             )
         return int(found[0]), int(found[1])
+
+
+def _unmark_thinking(begin: int, end: int, ids: list[int], mask: list[bool], start: int, stop: int) -> None:
+    """Take the supervision off what stands between the tokens ``begin`` and ``end`` of an answer."""
+    opened: int | None = None
+    for i in range(start, stop):
+        if ids[i] == begin:
+            opened = i
+        elif ids[i] == end:
+            first = start if opened is None else opened
+            mask[first : i + 1] = [False] * (i + 1 - first)
+            opened = None
+    if opened is not None:
+        mask[opened:stop] = [False] * (stop - opened)
 
 
 def preview(ids: Sequence[int], mask: Sequence[bool], tokenizer: Any, limit: int = 400) -> str:

@@ -23,11 +23,11 @@ class Tally:
     def add(self, output: TrainingOutput, items: Tensor | None = None, **more: Tensor) -> None:
         """Add a batch: its counts; with ``items`` also its loss; ``more`` sums under their names."""
         parts = {"counts": output.counts, **more}
+        device = output.counts.device
         if items is not None:
             parts |= {"loss": output.loss_sum, "items": items}
         for name, part in parts.items():
-            part = part.detach()
-            exact = part.to(torch.float32 if part.device.type == "mps" else torch.float64)
+            exact = part.detach().to(device, torch.float32 if device.type == "mps" else torch.float64)
             self._sums[name] = self._sums[name] + exact if name in self._sums else exact
 
     def told(self, accelerator: Any) -> dict[str, float]:

@@ -7,7 +7,6 @@ the same loss and the same gradients.
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
 import time
@@ -88,7 +87,9 @@ def _jsd(log_p: Tensor, log_q: Tensor, labels: Tensor) -> Tensor:
 
 
 _VALUES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "kl": lambda log_p, log_q, labels: torch.nn.functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1),
+    "kl": lambda log_p, log_q, labels: torch.nn.functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(
+        -1
+    ),
     "rkl": lambda log_p, log_q, labels: (log_q.exp() * (log_q - log_p)).sum(-1),
     "tv": lambda log_p, log_q, labels: (log_p.exp() - log_q.exp()).abs().sum(-1) / 2,
     "lk": lambda log_p, log_q, labels: -torch.minimum(log_p.exp(), log_q.exp()).sum(-1).log(),
@@ -112,7 +113,7 @@ def step(case: Case, inputs: Sequence[Tensor]) -> Tensor:
         loss = torch.stack(losses).sum()
     else:
         loss = plain_loss(case, states, weight, teacher, head, labels)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     return loss.detach()
 
 
@@ -163,11 +164,11 @@ def _peak(device: str) -> int:
 
 
 def _status(name: str) -> int:
-    """Read a size of this process, bytes; where the system does not tell, the peak so far stands for both."""
+    """Read a size of this process, bytes; 0 where the system does not tell."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return 0
     return int(next(line.split()[1] for line in lines if line.startswith(name))) * 1024
 
 
@@ -182,7 +183,7 @@ def measure(cases: Sequence[Case]) -> Iterator[Measured]:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SpecGenError(f"{case} failed with code {done.returncode}: {done.stderr[-2000:]}")
-        found = Measured(case, **{**json.loads(done.stdout), "case": case})
+        found = Measured(case, **json.loads(done.stdout))
         check_equal(first.setdefault(case.about, found), found)
         yield found
 
@@ -264,7 +265,7 @@ def command(  # noqa: PLR0913 - one option each
     console.print(table(lines))
     if output:
         context: dict[str, Any] = {"schema": SCHEMA, "machine": describe_machine()}
-        write_atomic(output, json.dumps({**context, "lines": [asdict(line) for line in lines]}, indent=1))
+        write_atomic(output, json.dumps({**context, "lines": [asdict(line) for line in lines]}, indent=1).encode())
 
 
 if __name__ == "__main__":

@@ -16,8 +16,12 @@ from typer.core import TyperGroup
 from hf_specgen.cli.bench import bench
 from hf_specgen.cli.card import card
 from hf_specgen.cli.convert import convert
+from hf_specgen.cli.estimate import estimate
+from hf_specgen.cli.features import features
 from hf_specgen.cli.generate import generate
 from hf_specgen.cli.inspect import inspect
+from hf_specgen.cli.regenerate import regenerate
+from hf_specgen.cli.train import train
 from hf_specgen.cli.verify import verify
 from hf_specgen.errors import SpecGenError
 
@@ -74,6 +78,11 @@ app.command()(verify)
 app.command()(inspect)
 app.command()(convert)
 app.command()(card)
+app.command()(regenerate)
+# its arguments are those of a dataclass of transformers: they are parsed there
+app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train)
+app.command()(estimate)
+app.command()(features)
 
 if __name__ == "__main__":
     app()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_specgen.cache import SlotCache
 from hf_specgen.drafter_config import DrafterConfig
 from hf_specgen.drafters.features import FeatureDrafter
 from hf_specgen.drafters.layers import DraftLayer
+from hf_specgen.drafters.learned import Objective, TrainingOutput
+from hf_specgen.drafters.unrolling import Lesson, chosen, drafted, judge, weighted
 from hf_specgen.errors import SpecGenError
 from hf_specgen.taps import FINAL
 
@@ -38,6 +41,52 @@ class EagleDrafter(FeatureDrafter):
             DraftLayer(self.layer_config, config.layer_type, index, input_norm=index > 0) for index in layers
         )
         self.post_init()
+
+    def forward(  # noqa: PLR0913 - one lesson, as the trainer's batch names its parts
+        self,
+        input_ids: Tensor,
+        features: tuple[Tensor, ...],
+        last_hidden: Tensor,
+        loss_mask: Tensor,
+        objective: Objective,
+        target_head: Tensor,
+        document_ids: Tensor | None = None,
+        weights: Tensor | None = None,
+        steps: int = 1,
+        decay: float = 0.8,
+        share: float = 0.1,
+        told_steps: int = 5,
+        wants_rates: bool = False,
+    ) -> TrainingOutput:
+        """Compare foretold features with the target's (smooth L1), and, counting ``share``, what its head says of both.
+
+        Shapes: as in ``Eagle3Drafter.forward``; ``features`` may be noisy, ``last_hidden`` is what is wanted. Step k
+        counts ``decay ** k``; ``steps`` above 1 feed foretold features back. With ``wants_rates`` the counts reach
+        ``told_steps`` steps, and the loss stays that of ``steps``.
+        Source: Li et al. 2024, "EAGLE", section 3.2 (the loss); Zhang et al. 2024, "HASS" (more than one step).
+        """
+        inputs = input_ids, features, last_hidden, loss_mask, objective, target_head, document_ids, weights, wants_rates
+        lesson = Lesson(*inputs)
+        depth = max(steps, told_steps) if wants_rates else steps
+        states = drafted(self, lesson, depth, self.config.sliding_window)
+        shares = [decay**step * (step < steps) for step in range(depth)]
+        found = judge(self, lesson, states, [share * part for part in shares])
+        loss = found.loss_sum
+        for step in range(steps):
+            place = chosen(lesson, 2 + step)
+            foretold, wanted = states[step].flatten(0, 1)[place], last_hidden.flatten(0, 1)[place + 1 + step]
+            exact = torch.promote_types(foretold.dtype, torch.float32)
+            gap = F.smooth_l1_loss(foretold.to(exact), wanted.to(exact), reduction="none").mean(-1)
+            loss = loss + (gap * weighted(lesson, place, 2 + step, shares[step])).sum()
+        return found._replace(loss_sum=loss)
+
+    def head_states(self, states: Tensor) -> Tensor:
+        """Return what the head reads of what ``step`` returned: the foretold feature itself."""
+        return states
+
+    def head_weight(self, target_head: Tensor) -> Tensor:
+        """Return the weight of the target's head, ``(V, H)``."""
+        return target_head[: self.config.vocab_size]
 
     def fuse(self, hidden: tuple[Tensor, ...]) -> Tensor:
         """Return the features as they are."""

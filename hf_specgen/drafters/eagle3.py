@@ -104,7 +104,7 @@ class Eagle3Drafter(FeatureDrafter):
     ) -> Tensor:
         """Run the layers over tokens beside features, see ``FeatureDrafter``."""
         rope = self.rotary(features, positions)
-        states = self.midlayer.pair(self.embed(tokens).to(features.dtype), features, rope, mask, cache)
+        states: Tensor = self.midlayer(self.embed(tokens).to(features.dtype), features, rope, mask, cache)
         for layer in self.layers.values():
             states = layer(states, rope, mask, cache)
         return self._normed(states) if self.config.norm_output else states

@@ -101,8 +101,10 @@ class PairLayer(DraftLayer):
             wide = nn.Linear(2 * narrow.in_features, narrow.out_features, bias=narrow.bias is not None)
             self.self_attn.register_module(name, wide)
 
-    def pair(self, token: Tensor, feature: Tensor, rope: Rope, mask: Tensor | None, cache: SlotCache | None) -> Tensor:
-        """Return the residual stream behind the layer. Shapes: ``token, feature (B, S, H)``, else as in ``forward``."""
+    def forward(  # type: ignore[override]
+        self, token: Tensor, feature: Tensor, rope: Rope, mask: Tensor | None, cache: SlotCache | None
+    ) -> Tensor:
+        """Return the stream behind the layer. Shapes: ``token, feature (B, S, H)``, else as ``DraftLayer``'s."""
         normed = self.hidden_norm(feature)
         inputs = torch.cat((self.input_layernorm(token), normed), -1)
         return self.run(inputs, normed if self.norm_before_residual else feature, rope, mask, cache)

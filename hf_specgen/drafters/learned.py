@@ -20,7 +20,7 @@ from hf_specgen.card import CARD, CardOptions, write_card
 from hf_specgen.drafter_config import DrafterConfig
 from hf_specgen.drafters.base import Drafter
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError
-from hf_specgen.facts import TargetFacts
+from hf_specgen.facts import TargetFacts, whole
 from hf_specgen.files import hub_errors
 from hf_specgen.formats.base import Checkpoint, ReadOptions, layout_named
 from hf_specgen.hub import Opened, Report, open_checkpoint
@@ -51,7 +51,7 @@ class TargetParts:
                 f"{type(model).__name__} has no token embedding or no language-model head: a causal language model is "
                 "required. Load the target with AutoModelForCausalLM."
             )
-        weight = cast(Tensor, embedding.weight)
+        weight = whole(cast(Tensor, embedding.weight))
         return cls(TargetFacts.of(model), weight, head, weight.device, model.dtype)
 
 

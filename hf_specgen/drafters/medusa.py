@@ -16,10 +16,11 @@ from hf_specgen.costs import Costs, Rate
 from hf_specgen.draft import DenseQ, Draft, Round, Tree, spread
 from hf_specgen.drafter_config import DrafterConfig
 from hf_specgen.drafters.base import DraftLength, Pace
-from hf_specgen.drafters.learned import LearnedDrafter
+from hf_specgen.drafters.learned import LearnedDrafter, Objective, TrainingOutput
 from hf_specgen.drafters.trees import ABSENT, DynamicShape, Growth, Shape, StaticShape, parse_shape, top
+from hf_specgen.drafters.unrolling import Lesson, chosen, told, weighted
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError
-from hf_specgen.facts import TargetFacts
+from hf_specgen.facts import TargetFacts, whole
 from hf_specgen.sequences import Sequences
 from hf_specgen.taps import FINAL
 
@@ -75,6 +76,32 @@ class MedusaDrafter(LearnedDrafter):
         return {**super().__getstate__(), "_session": None}
 
     @classmethod
+    def for_target(
+        cls, model: PreTrainedModel, num_heads: int = 5, ids: Tensor | None = None, **settings: Any
+    ) -> MedusaDrafter:
+        """Build heads to train: their blocks add nothing yet, their last matrices are copies of the target's head.
+
+        ``ids (V_draft)``: the target's ids that the heads cover, None for all. ``settings`` go to ``DrafterConfig``;
+        with ``own_head=False`` the heads are blocks alone and share the target's head, which covers all ids.
+        Raises: ``IncompatibleDrafter`` for a target without a language-model head, ``SpecGenError`` for both at once.
+        """
+        if ids is not None and not settings.get("own_head", True):
+            raise SpecGenError("ids= and own_head=False were given: the target's head covers all ids. Drop one.")
+        facts = TargetFacts.of(model)
+        sizes = {"hidden_size": facts.hidden_size, "vocab_size": facts.vocab_size, "target": facts.to_dict()}
+        known = torch.arange(facts.vocab_size) if ids is None else ids.cpu().sort().values
+        sizes |= {"draft_vocab_size": len(known), "num_heads": num_heads}
+        drafter = cls(DrafterConfig(cls.method, **{**sizes, **settings})).to(model.device)
+        drafter.attach(model)
+        weight = whole(drafter.parts.head.get_parameter("weight").detach())[known.to(model.device)]
+        with torch.no_grad():
+            for name, parameter in drafter.named_parameters():
+                parameter.zero_() if ".linear." in name else parameter.copy_(weight)
+            for offsets in drafter.buffers():
+                offsets.copy_(known - torch.arange(len(known)))
+        return drafter
+
+    @classmethod
     def with_target(cls, name: str | Path, **settings: Any) -> tuple[PreTrainedModel, MedusaDrafter]:
         """Load a Medusa-2 checkpoint whole: the backbone as the target, and the heads that belong to it.
 
@@ -100,6 +127,58 @@ class MedusaDrafter(LearnedDrafter):
                 f"the target from the same checkpoint: AutoModelForCausalLM.from_pretrained({name!r})."
             )
         super().check_target(facts)
+
+    def forward(  # noqa: PLR0913 - one lesson, as the trainer's batch names its parts
+        self,
+        input_ids: Tensor,
+        features: tuple[Tensor, ...],
+        last_hidden: Tensor,
+        loss_mask: Tensor,
+        objective: Objective,
+        target_head: Tensor,
+        document_ids: Tensor | None = None,
+        weights: Tensor | None = None,
+        decay: float = 0.8,
+        wants_teacher: bool = True,
+        wants_rates: bool = False,
+    ) -> TrainingOutput:
+        """Compare every head with the target at every place of a text; head h counts ``decay ** h``.
+
+        Shapes: as in ``Eagle3Drafter.forward``. Head h at place t is judged by token t + 2 + h. Without
+        ``wants_teacher`` the text alone judges, and the target's head is not run.
+        """
+        inputs = input_ids, features, last_hidden, loss_mask, objective, target_head, document_ids, weights, wants_rates
+        lesson, ids, depths = Lesson(*inputs), input_ids.flatten(), []
+        states, last = features[0].flatten(0, 1), last_hidden.flatten(0, 1)
+        loss = torch.zeros((), device=states.device)
+        for head in range(self.config.num_heads):
+            place = chosen(lesson, 2 + head)
+            token = place + 2 + head
+            found = objective(
+                self._head_states(head, states[place]),
+                self._head_weight(head, target_head),
+                last[token - 1] if wants_teacher else None,
+                target_head if wants_teacher else None,
+                weighted(lesson, place, 2 + head, decay**head),
+                labels=ids[token],
+                rows=self.target_ids,
+            )
+            loss = loss + found.loss_sum
+            depths.append((place, found.hits, found.alpha, found.ratio if self.draws else found.match))
+        return told(lesson, loss, depths)
+
+    def _head_states(self, number: int, states: Tensor) -> Tensor:
+        """Return what the last matrix of a head reads."""
+        states = states.to(next(self.parameters()).dtype)
+        for block in list(self.get_submodule(str(number)).children())[: self.config.num_head_layers]:
+            states = block(states)
+        return states
+
+    def _head_weight(self, number: int, target_head: Tensor) -> Tensor:
+        """Return the last matrix of a head, its own or the target's."""
+        if not self.config.own_head:
+            return target_head[: self.config.draft_vocab_size]
+        return self.get_submodule(f"{number}.{self.config.num_head_layers}").get_parameter("weight")
 
     def head(self, number: int, states: Tensor) -> Tensor:
         """Return one head's logits ``(..., V_draft)`` of states ``(..., H)``; head 0 guesses the token after the next.

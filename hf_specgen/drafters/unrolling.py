@@ -108,16 +108,16 @@ class StepMask:
                 parts.append(self._rows(*inputs))
         return torch.cat(parts, 3).flatten(1, 2).transpose(1, 2).contiguous()
 
-    def _rows(  # noqa: PLR0913 - a chunk and where it stands
+    def _rows(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, start: int, stop: int, width: int
     ) -> Tensor:
         """Attend for the pairs ``start .. stop - 1``: ``query (B, Hkv, G, stop - start, D)``."""
-        steps = key.shape[2] // width
-        first = torch.einsum("bhgsd,bhtd->bhgst", query, key[:, :, :stop]).float() * scale
+        steps, exact = key.shape[2] // width, torch.promote_types(query.dtype, torch.float32)
+        first = torch.einsum("bhgsd,bhtd->bhgst", query, key[:, :, :stop]).to(exact) * scale
         sees = self._sees(start, stop, steps - 1, query.device)
         scores = [first.masked_fill(~sees, -torch.inf)]
         own = [slice(step * width + start, step * width + stop) for step in range(1, steps)]
-        scores += [((query * key[:, :, None, at]).sum(-1, keepdim=True)).float() * scale for at in own]
+        scores += [(query * key[:, :, None, at]).sum(-1, keepdim=True).to(exact) * scale for at in own]
         weights = torch.cat(scores, -1).softmax(-1).to(value.dtype)
         out = torch.einsum("bhgst,bhtd->bhgsd", weights[..., :stop], value[:, :, :stop])
         for place, at in enumerate(own):
@@ -142,6 +142,11 @@ def unroll(pupil: Pupil, lesson: Lesson, steps: int, decay: float, window: int |
     Pair t of step k is judged by the target's law of token t + 2 + k, where that token is supervised and of the pair's
     own document.
     """
+    return judge(pupil, lesson, drafted(pupil, lesson, steps, window), [decay**step for step in range(steps)])
+
+
+def drafted(pupil: Pupil, lesson: Lesson, steps: int, window: int | None = None) -> list[Tensor]:
+    """Return the states ``(B, T, H)`` of every step."""
     ids = lesson.input_ids
     positions = places(torch.zeros_like(ids[:1]) if lesson.document_ids is None else lesson.document_ids)
     cache, mask = StepCache(), StepMask(lesson.document_ids, window)
@@ -150,19 +155,17 @@ def unroll(pupil: Pupil, lesson: Lesson, steps: int, decay: float, window: int |
     for step in range(steps):
         states = pupil.step(_later(ids, 1 + step), states, positions + step, mask, cache)
         unrolled.append(states)
-    chosen = [_chosen(lesson, 2 + step) for step in range(steps)]
-    return _judge(pupil, lesson, unrolled, chosen, decay)
+    return unrolled
 
 
-def _judge(
-    pupil: Pupil, lesson: Lesson, unrolled: list[Tensor], chosen: list[Tensor], decay: float
-) -> TrainingOutput:
-    """Compare all steps with the target at once: its head runs once for the states that steps share."""
-    places = [pairs.nonzero().squeeze(1) for pairs in chosen]
+def judge(pupil: Pupil, lesson: Lesson, unrolled: list[Tensor], shares: list[float]) -> TrainingOutput:
+    """Compare all steps with the target at once: its head runs once for the states that steps share.
+
+    ``shares``: what each step counts in the loss.
+    """
+    places = [chosen(lesson, 2 + step) for step in range(len(unrolled))]
     token = torch.cat([place + 2 + step for step, place in enumerate(places)])  # which one each pair foretells
-    weights = torch.cat([torch.full_like(place, decay**step, dtype=torch.float32) for step, place in enumerate(places)])
-    if lesson.weights is not None:
-        weights = weights * lesson.weights.flatten()[token].float()
+    weights = torch.cat([weighted(lesson, place, 2 + step, shares[step]) for step, place in enumerate(places)])
     states = torch.cat([states.flatten(0, 1)[place] for states, place in zip(unrolled, places, strict=True)])
     found = lesson.objective(
         pupil.head_states(states),
@@ -174,19 +177,39 @@ def _judge(
         rows=pupil.target_ids,
         index=token - 1,
     )
-    alive = torch.ones_like(chosen[0])
-    counts = []
-    for place, hits, alpha in zip(places, *_split(places, found.hits, found.alpha), strict=True):
+    rates = found.ratio if pupil.draws else found.match
+    sizes = [len(place) for place in places]
+    each = zip(places, *(part.split(sizes) for part in (found.hits, found.alpha, rates)), strict=True)
+    return told(lesson, found.loss_sum, list(each))
+
+
+def told(lesson: Lesson, loss: Tensor, depths: list[tuple[Tensor, Tensor, Tensor, Tensor]]) -> TrainingOutput:
+    """Sum up what was found. Of each depth: which of the ``B * T`` places were judged, their hits, alphas, rates."""
+    shape, device = lesson.input_ids.shape, lesson.input_ids.device
+    alive = torch.ones(shape.numel(), dtype=torch.bool, device=device)
+    counts, rates = [], []
+    for place, hits, alpha, rate in depths:
         alive = alive & torch.zeros_like(alive).index_copy(0, place, hits)
         parts = (torch.ones_like(alpha), hits, alpha, alive)
         counts.append(torch.stack([part.sum(dtype=torch.float32) for part in parts]))
-    rates = None
-    if lesson.wants_rates:
-        each = _split(places, found.ratio if pupil.draws else found.match)[0]
-        empty = torch.full(chosen[0].shape, torch.nan, device=states.device)
-        told = [empty.index_copy(0, place, rate.float()) for place, rate in zip(places, each, strict=True)]
-        rates = torch.stack(told, -1).unflatten(0, lesson.input_ids.shape)
-    return TrainingOutput(found.loss_sum, torch.stack(counts), rates)
+        if lesson.wants_rates:
+            empty = torch.full((shape.numel(),), torch.nan, device=device)
+            rates.append(empty.index_copy(0, place, rate.float()))
+    return TrainingOutput(loss, torch.stack(counts), torch.stack(rates, -1).unflatten(0, shape) if rates else None)
+
+
+def weighted(lesson: Lesson, place: Tensor, ahead: int, share: float) -> Tensor:
+    """Return what the tokens ``ahead`` of some places weigh in the loss, float32."""
+    weights = torch.full_like(place, share, dtype=torch.float32)
+    return weights if lesson.weights is None else weights * lesson.weights.flatten()[place + ahead].float()
+
+
+def chosen(lesson: Lesson, ahead: int) -> Tensor:
+    """Return which of the ``B * T`` places have a token ``ahead`` that is supervised and of the same document."""
+    mask = _later(lesson.loss_mask.bool(), ahead)
+    if lesson.document_ids is not None:
+        mask = mask & (_later(lesson.document_ids, ahead) == lesson.document_ids)
+    return mask.flatten().nonzero().squeeze(1)
 
 
 def places(documents: Tensor) -> Tensor:
@@ -195,19 +218,6 @@ def places(documents: Tensor) -> Tensor:
     first = torch.ones_like(documents, dtype=torch.bool)
     first[:, 1:] = documents[:, 1:] != documents[:, :-1]
     return index - torch.where(first, index, 0).cummax(1).values
-
-
-def _chosen(lesson: Lesson, ahead: int) -> Tensor:
-    """Return ``(B * T,)`` bool: the pairs whose token ``ahead`` is supervised and of the same document."""
-    chosen = _later(lesson.loss_mask.bool(), ahead)
-    if lesson.document_ids is not None:
-        chosen = chosen & (_later(lesson.document_ids, ahead) == lesson.document_ids)
-    return chosen.flatten()
-
-
-def _split(places: list[Tensor], *values: Tensor) -> list[tuple[Tensor, ...]]:
-    sizes = [len(place) for place in places]
-    return [value.split(sizes) for value in values]
 
 
 def _later(values: Tensor, ahead: int) -> Tensor:

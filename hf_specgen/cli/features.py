@@ -1,0 +1,94 @@
+"""``hf-specgen features``: keep what a target says of a data set, to train on files."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hf_specgen.cli import options
+from hf_specgen.cli.options import Dtype, Rule
+from hf_specgen.errors import SpecGenError
+
+
+class Reads(str, Enum):
+    """Name a method by the hidden states that its drafters read."""
+
+    medusa = "medusa"
+    eagle = "eagle"
+    eagle3 = "eagle3"
+
+
+Out = Annotated[Path, typer.Option("--out", help="The folder that is written.", show_default=False)]
+Data = Annotated[str, typer.Option("--data", help="A file, a folder, or an id on the Hub.", show_default=False)]
+Split = Annotated[str, typer.Option(help="The split of --data.")]
+MethodName = Annotated[Reads, typer.Option("--method", help="What will be trained.")]
+InitFrom = Annotated[
+    str | None, typer.Option("--init-from", help="The drafter that training goes on from, in place of --method.")
+]
+MaxLength = Annotated[int, typer.Option("--max-length", min=1, help="Tokens of a row; the rest is cut.")]
+Packing = Annotated[bool, typer.Option("--packing", help="Put several texts into a row.")]
+Turns = Annotated[str, typer.Option(help="Answers of a chat that are supervised: all or last.")]
+StoredAs = Annotated[Dtype, typer.Option("--store", help="Number format of the files; auto: the target's.")]
+BatchSize = Annotated[int, typer.Option(min=1, help="Rows that the target reads together.")]
+
+
+def features(  # noqa: PLR0913 - one parameter a flag
+    data: Data,
+    out: Out,
+    target: options.Target = "demo",
+    method: MethodName = Reads.eagle3,
+    init_from: InitFrom = None,
+    split: Split = "train",
+    limit: Annotated[int | None, typer.Option(min=1, help="At most that many rows.")] = None,
+    max_length: MaxLength = 2048,
+    packing: Packing = False,
+    turns: Turns = "all",
+    store: StoredAs = Dtype.auto,
+    batch_size: BatchSize = 8,
+    dtype: options.DtypeName = Dtype.auto,
+    device: options.Device = "cpu",
+    threads: options.Threads = None,
+) -> None:
+    """Run the target over texts once and keep its hidden states. `hf-specgen train --features FOLDER` reads them.
+
+    `hf-specgen estimate` tells before how large the folder will be.
+    """
+    import torch
+
+    from hf_specgen.cli.session import ModelFlags, open_session, progress_bar
+    from hf_specgen.trainers import feature_cache as work
+    from hf_specgen.trainers.data import DataOptions, load_data, prepare_dataset
+    from hf_specgen.trainers.masks import ChatOptions
+
+    if (out / work.MANIFEST).exists():
+        raise SpecGenError(f"{out} holds a cache: give another folder, or remove it first.")
+    session = open_session(ModelFlags(target, "none", Rule.rejection, False, dtype, device, threads))
+    wanted = DataOptions(max_length, packing, chat=ChatOptions(turns=turns))
+    rows = prepare_dataset(load_data(data, split), session.tokenizer, wanted)
+    rows = rows if limit is None else rows.select(range(min(limit, len(rows))))
+    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    settings = work.CacheOptions(
+        dtype=kinds.get(store.value),
+        batch_size=batch_size,
+        notes={"data": data, "split": split, "max_length": max_length, "packing": packing},
+    )
+    with progress_bar("reading") as progress:
+        cache = work.write_cache(out, rows, session.model, _boundaries(session, method, init_from), settings, progress)
+    size = sum(path.stat().st_size for path in out.iterdir())
+    typer.echo(f"Wrote {len(cache)} rows with {cache.manifest['tokens']:,} tokens to {out}: {size / 1e9:.2f} GB.")
+
+
+def _boundaries(session: Any, method: Reads, init_from: str | None) -> tuple[int, ...]:
+    from hf_specgen.facts import TargetFacts
+    from hf_specgen.loading import load_drafter
+    from hf_specgen.taps import FINAL
+    from hf_specgen.trainers.warm_start import default_boundaries
+
+    if init_from is not None:
+        return tuple(load_drafter(init_from, session.model).hidden_layers)
+    if method is Reads.eagle3:
+        return default_boundaries(TargetFacts.of(session.model).num_layers)
+    return (FINAL,)

@@ -1,0 +1,172 @@
+"""``hf-specgen regenerate``: the target's own answers, to train a drafter on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hf_specgen.cli import options
+from hf_specgen.cli.options import Dtype, Rule
+from hf_specgen.errors import SpecGenError
+
+if TYPE_CHECKING:
+    from hf_specgen.bench.prompts import Prompt
+    from hf_specgen.trainers.regenerate import Author, Question, Report, Sampling, Source
+
+Out = Annotated[Path, typer.Option("--out", help="The .jsonl or .parquet file that is written.", show_default=False)]
+TaskPrompts = Annotated[
+    int | None, typer.Option("--task-prompts", min=1, help="Answer that many made-up tasks of five kinds.")
+]
+TaskSeed = Annotated[int, typer.Option("--task-seed", min=0, help="Which made-up tasks.")]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        "--data", help="Answer the questions of a data set: a file, a folder, or an id on the Hub (messages, prompt)."
+    ),
+]
+Split = Annotated[str, typer.Option(help="The split of --data.")]
+BatchSize = Annotated[int, typer.Option(min=1, help="Prompts that are answered together.")]
+Prepack = Annotated[
+    bool, typer.Option("--prepack", help="Lay the weights out for oneDNN first: faster on a CPU, twice the memory.")
+]
+Vllm = Annotated[bool, typer.Option("--vllm", help="Answer with an installed vLLM, on GPUs.")]
+Restart = Annotated[bool, typer.Option("--restart", help="Throw away what the file holds and start anew.")]
+
+
+def regenerate(  # noqa: PLR0913 - one parameter a flag
+    out: Out,
+    target: options.Target = "demo",
+    prompts: options.PromptFile = None,
+    task_prompts: TaskPrompts = None,
+    task_seed: TaskSeed = 0,
+    data: Data = None,
+    split: Split = "train",
+    limit: options.Limit = None,
+    drafter: options.DrafterName = "prompt-lookup",
+    batch_size: BatchSize = 32,
+    max_new_tokens: options.MaxNewTokens = 256,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    seed: options.Seed = None,
+    no_chat: options.NoChat = False,
+    dtype: options.DtypeName = Dtype.auto,
+    device: options.Device = "cpu",
+    threads: options.Threads = None,
+    prepack: Prepack = False,
+    vllm: Vllm = False,
+    restart: Restart = False,
+) -> None:
+    """Let the target answer prompts, in batches and with speculative decoding, and keep its token ids.
+
+    Interrupted, the same command goes on where it stopped. `hf-specgen train --data FILE` reads the file.
+    """
+    from hf_specgen.cli.session import ModelFlags, open_session, read_decoding
+    from hf_specgen.trainers import regenerate as work
+
+    if out.suffix not in (".jsonl", ".parquet"):
+        raise SpecGenError(f"--out {out}: a name that ends with .jsonl or .parquet is required.")
+    decoding = read_decoding(max_new_tokens, temperature, top_k, top_p, (seed or 0) if temperature else seed)
+    sampling = work.Sampling(max_new_tokens, temperature or 0.0, top_k or 0, top_p or 1.0, decoding.seed)
+    chosen = _prompts(prompts, task_prompts, task_seed, data, split, limit)
+    session = open_session(ModelFlags(target, drafter, Rule.rejection, False, dtype, device, threads))
+    questions = _questions(chosen, session, not no_chat, max_new_tokens)
+    rows = out.with_suffix(".jsonl")
+    if restart:
+        for path in (rows, work.meta_path(rows)):
+            path.unlink(missing_ok=True)
+    author = _author(session, sampling, prepack, vllm)
+    report = _write(questions, rows, author, _source(session, sampling, not no_chat), batch_size, session.tokenizer)
+    if out != rows:
+        work.write_parquet(rows, out)
+    _tell(report, out, author)
+
+
+def _prompts(
+    file: Path | None, tasks: int | None, task_seed: int, data: str | None, split: str, limit: int | None
+) -> list[Prompt]:
+    from hf_specgen.bench.prompts import Prompt, read_prompts, select
+    from hf_specgen.bench.task_prompts import task_prompts
+
+    if (file is not None) + (tasks is not None) + (data is not None) != 1:
+        raise SpecGenError("exactly one of --prompts, --task-prompts and --data is required.")
+    if data is not None:
+        from hf_specgen.trainers.data import load_data
+        from hf_specgen.trainers.regenerate import chat_prompts
+
+        found = chat_prompts(load_data(data, split, streaming=limit is not None), limit)
+        return [Prompt(tuple(messages), question_id=str(i)) for i, messages in enumerate(found, 1)]
+    return select(read_prompts(file) if file is not None else task_prompts(tasks or 0, task_seed), limit=limit)
+
+
+def _questions(prompts: list[Prompt], session: Any, chat: bool, new_tokens: int) -> list[Question]:
+    """Encode prompts; refuse those that do not fit before anything is written."""
+    from hf_specgen.bench.prompts import encode
+    from hf_specgen.bench.run import check_room
+    from hf_specgen.trainers.regenerate import Question
+
+    questions = []
+    for prompt in prompts:
+        ids = encode(prompt, session.tokenizer, chat)
+        check_room(session.model, len(ids), new_tokens, f"prompt {prompt.question_id}")
+        questions.append(Question(tuple(ids), prompt.category, prompt.question_id))
+    return questions
+
+
+def _author(session: Any, sampling: Sampling, prepack: bool, vllm: bool) -> Author:
+    from hf_specgen.bench.prompts import pad_token
+    from hf_specgen.packing import prepack as prepacked
+    from hf_specgen.trainers import regenerate as work
+
+    if vllm:
+        return work.vllm_author(session.model.name_or_path, sampling)
+    if prepack:
+        prepacked(session.model)
+    return work.Target(session.model, sampling, session.drafter.make(), pad_token(session.tokenizer))
+
+
+def _source(session: Any, sampling: Sampling, chat: bool) -> Source:
+    import transformers
+
+    import hf_specgen
+    from hf_specgen.facts import TargetFacts
+    from hf_specgen.trainers.regenerate import Source, end_tokens
+
+    notes = {
+        "chat_template": chat and bool(session.tokenizer.chat_template),
+        "dtype": str(session.model.dtype).removeprefix("torch."),
+        "versions": {"hf_specgen": hf_specgen.__version__, "transformers": transformers.__version__},
+    }
+    return Source(TargetFacts.of(session.model), sampling, end_tokens(session.model), notes)
+
+
+def _write(
+    questions: list[Question], rows: Path, author: Author, source: Source, batch_size: int, tokenizer: Any
+) -> Report:
+    from hf_specgen.cli.session import note, progress_bar
+    from hf_specgen.trainers import regenerate as work
+
+    def decode(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+    try:
+        with progress_bar("answering") as progress:
+            return work.regenerate(questions, rows, author, source, batch_size, decode, progress)
+    except KeyboardInterrupt:
+        note(f"Every finished batch is in {rows}: the same command goes on from there.")
+        raise
+
+
+def _tell(report: Report, out: Path, author: Author) -> None:
+    from hf_specgen.trainers.regenerate import Target
+
+    before = f"{report.found} answers were there. " if report.found else ""
+    passes = ""
+    if isinstance(author, Target) and report.written:
+        passes = f", {author.stats.tokens_per_round:.2f} tokens a row and pass"
+    typer.echo(
+        f"{before}Wrote {report.written} answers with {report.tokens:,} tokens to {out}: "
+        f"{report.rate:.0f} tokens/s{passes}."
+    )

@@ -1,0 +1,259 @@
+"""The target's own answers: exact, resumable to the byte, refused where they would be mixed with others'."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_cli import PROMPT, call, save
+from tiny import prompts as tiny_prompts
+from tiny import tiny
+
+from hf_specgen import PromptLookup
+from hf_specgen.cli import main
+from hf_specgen.errors import SpecGenError
+from hf_specgen.facts import TargetFacts
+from hf_specgen.trainers import regenerate as work
+from hf_specgen.trainers.data import load_data, prepare_dataset
+
+
+def run(*arguments: object) -> Any:
+    return call(*map(str, arguments))
+
+
+LENGTHS = [5, 9, 7, 12, 6, 9, 8]
+EOS = 7
+
+
+def model_and_questions() -> tuple[Any, list[work.Question]]:
+    model = tiny()
+    model.generation_config.eos_token_id = [EOS, 63]
+    ids, mask = tiny_prompts(LENGTHS)
+    rows = [row[bits.bool()].tolist() for row, bits in zip(ids, mask, strict=True)]
+    return model, [work.Question(tuple(row), "kind", str(i)) for i, row in enumerate(rows)]
+
+
+def source_of(model: Any, sampling: work.Sampling) -> work.Source:
+    return work.Source(TargetFacts.of(model), sampling, work.end_tokens(model))
+
+
+def answer(
+    folder: Path, sampling: work.Sampling, batch_size: int = 3, drafter: Any = None, progress: Any = None
+) -> tuple[list[dict], work.Report, work.Target]:
+    model, questions = model_and_questions()
+    author = work.Target(model, sampling, drafter)
+    out = folder / "answers.jsonl"
+    report = work.regenerate(
+        questions, out, author, source_of(model, sampling), batch_size, lambda ids: " ".join(map(str, ids)), progress
+    )
+    return read(out), report, author
+
+
+def read(path: Path) -> list[dict]:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return sorted(rows, key=lambda row: row["index"])
+
+
+def test_answers_are_what_the_target_writes_alone(tmp_path: Path) -> None:
+    rows, report, author = answer(tmp_path, work.Sampling(24), drafter=PromptLookup())
+    model, questions = model_and_questions()
+    assert [row["index"] for row in rows] == list(range(len(LENGTHS)))
+    for row, question in zip(rows, questions, strict=True):
+        ids = torch.tensor([question.ids])
+        plain = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+        wanted = plain[0, ids.shape[1] :].tolist()
+        assert row["prompt"] == list(question.ids) and row["completion"] == wanted
+        assert row["finished"] == (wanted[-1] in (EOS, 63)) and (row["finished"] or len(wanted) == 24)
+        assert row["text"] == " ".join(map(str, wanted)) and row["name"] == question.name
+    assert {row["finished"] for row in rows} == {True, False}, "both kinds of ends are seen"
+    assert report.tokens == sum(len(row["completion"]) for row in rows) and report.written == len(rows)
+    assert author.stats.num_accepted_tokens > 0, "drafts were used"
+
+
+def test_padding_that_is_a_token_of_the_prompt_changes_nothing(tmp_path: Path) -> None:
+    """Without a mask transformers takes every pad id in a prompt for padding."""
+    model, questions = model_and_questions()
+    inside = work.Question((0, 5, 0, 9, 3), name="pads")
+    author = work.Target(model, work.Sampling(8), pad_token_id=0)
+    together = author([list(inside.ids), list(questions[3].ids)], [0, 0])
+    assert together[0] == author([list(inside.ids)], [0])[0]
+
+
+@pytest.mark.parametrize("sampling", [work.Sampling(16), work.Sampling(16, temperature=1.0, top_k=20, seed=5)])
+@pytest.mark.parametrize("torn", [b"", b'{"index": 3, "comp'])
+def test_an_interrupted_run_goes_on_to_the_same_file(tmp_path: Path, sampling: work.Sampling, torn: bytes) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    answer(whole, sampling)
+    calls = []
+
+    def interrupt(done: int, total: int, label: str) -> None:
+        calls.append((done, total))
+        assert label.endswith("/s")
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        answer(parts, sampling, progress=interrupt)
+    with (parts / "answers.jsonl").open("ab") as file:
+        file.write(torn)
+    rows, report, _ = answer(parts, sampling)
+    found = calls[-1][0]
+    assert 0 < found < len(LENGTHS) and (report.found, report.written) == (found, len(LENGTHS) - found)
+    assert (parts / "answers.jsonl").read_bytes() == (whole / "answers.jsonl").read_bytes()
+    assert rows == read(whole / "answers.jsonl")
+    again = answer(parts, sampling)[1]
+    assert (again.found, again.written, again.tokens) == (len(LENGTHS), 0, 0)
+
+
+def test_sampled_answers_do_not_depend_on_the_batch(tmp_path: Path) -> None:
+    drawn = work.Sampling(12, temperature=1.0, seed=3)
+    one, _, _ = answer(tmp_path / "one", drawn, batch_size=1)
+    many, _, _ = answer(tmp_path / "many", drawn, batch_size=7, drafter=PromptLookup())
+    assert one == many
+    other, _, _ = answer(tmp_path / "other", replace(drawn, seed=4), batch_size=7)
+    assert [row["completion"] for row in other] != [row["completion"] for row in one]
+    assert len(set(drawn.seeds(range(100)))) == 100
+
+
+def test_answers_of_others_are_not_mixed_in(tmp_path: Path) -> None:
+    sampling = work.Sampling(8)
+    answer(tmp_path, sampling)
+    model, questions = model_and_questions()
+    out = tmp_path / "answers.jsonl"
+
+    def go_on(model: Any, questions: list, sampling: work.Sampling) -> None:
+        work.regenerate(questions, out, work.Target(model, sampling), source_of(model, sampling))
+
+    with pytest.raises(SpecGenError, match=r"made otherwise.*sampling .*'max_new_tokens': 8"):
+        go_on(model, questions, work.Sampling(9))
+    with pytest.raises(SpecGenError, match=r"prompts .* there, .* here"):
+        go_on(model, questions[:-1], sampling)
+    with pytest.raises(SpecGenError, match=r"target .* there, .* here"):
+        go_on(tiny(seed=1), questions, sampling)
+    facts = TargetFacts.of(model)
+    assert work.check_author(out, facts) is None
+    assert "not of this target" in (work.check_author(out, TargetFacts.of(tiny(seed=1))) or "")
+    assert work.check_author(tmp_path / "unknown.jsonl", facts) is None
+    work.meta_path(out).unlink()
+    with pytest.raises(SpecGenError, match="whose answers it holds is not known"):
+        go_on(model, questions, sampling)
+    with pytest.raises(SpecGenError, match="no prompt"):
+        go_on(model, [], sampling)
+
+
+def test_the_file_is_data_for_training(tmp_path: Path) -> None:
+    rows, report, _ = answer(tmp_path, work.Sampling(8))
+    work.write_parquet(tmp_path / "answers.jsonl", tmp_path / "answers.parquet")
+    for name in ("answers.jsonl", "answers.parquet"):
+        prepared = prepare_dataset(load_data(tmp_path / name))
+        assert sum(map(sum, prepared["loss_mask"])) == report.tokens
+    assert [row["input_ids"] for row in prepared] == [row["prompt"] + row["completion"] for row in rows]
+
+
+def test_prompts_are_taken_from_chats() -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    data = [
+        {"messages": [*turns, {"role": "assistant", "content": "d"}]},
+        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "w"}]},
+        {"prompt": "p", "completion": "x"},
+        {"messages": [turns[1]]},
+    ]
+    found = work.chat_prompts(data)
+    assert found == [turns, [{"role": "user", "content": "q"}], [{"role": "user", "content": "p"}]]
+    assert work.chat_prompts(data, 1) == [turns]
+    with pytest.raises(SpecGenError, match="messages, conversations or prompt"):
+        work.chat_prompts([{"text": "t"}])
+
+
+def test_vllm_answers_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SpecGenError, match="vLLM is not installed"):
+        work.vllm_author("m", work.Sampling())
+    asked: dict[str, Any] = {}
+
+    class LLM:
+        def __init__(self, model: str, **settings: Any) -> None:
+            asked.update(model=model, **settings)
+
+        def generate(self, prompts: list[dict], params: list[dict], use_tqdm: bool) -> list[Any]:
+            asked["params"] = params
+            return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=(*p["prompt_token_ids"], 9))]) for p in prompts]
+
+    fake = ModuleType("vllm")
+    vars(fake).update(LLM=LLM, SamplingParams=dict)
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    monkeypatch.setattr(work, "find_spec", lambda name: importlib.util.spec_from_loader(name, None))
+    author = work.vllm_author("m", work.Sampling(5, 0.5, 0, 0.9, 2), dtype="bfloat16")
+    assert author([[1, 2], [3]], [11, 12]) == [[1, 2, 9], [3, 9]]
+    assert asked["model"] == "m" and asked["dtype"] == "bfloat16"
+    assert asked["params"][1] == {"max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "top_k": -1, "seed": 12}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save(tmp_path_factory.mktemp("target"), seed=0, layers=2)
+
+
+def test_the_command_answers_and_goes_on(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, out = tmp_path / "prompts.txt", tmp_path / "new" / "answers.jsonl"
+    prompts.write_text("\n\n".join([PROMPT, "the dog ran to", "a cat saw it", "go up in"]))
+    command = ["regenerate", "--target", target, "--prompts", prompts, "--out", out, "--max-new-tokens", "8"]
+    command += ["--batch-size", "1"]
+    written = work.Target.__call__
+    calls: list[int] = []
+
+    def twice(self: work.Target, *args: Any) -> Any:
+        calls.append(len(args[0]))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return written(self, *args)
+
+    monkeypatch.setattr(work.Target, "__call__", twice)
+    stopped = run(*command)
+    assert stopped.exit_code == main.INTERRUPTED and "the same command goes on" in stopped.stderr
+    assert len(read(out)) == 2
+    result = run(*command)
+    assert result.exit_code == 0, result.output
+    assert "2 answers were there. Wrote 2 answers with" in result.stdout and "tokens a row and pass" in result.stdout
+    meta = json.loads(work.meta_path(out).read_text())
+    assert meta["target"]["fingerprint"] and meta["sampling"]["max_new_tokens"] == 8 and meta["dtype"] == "float32"
+    refused = run(*command[:-4], "--max-new-tokens", "9")
+    assert refused.exit_code == 2 and "made otherwise" in refused.stderr
+    anew = run(*command[:-4], "--max-new-tokens", "9", "--restart")
+    assert anew.exit_code == 0 and "Wrote 4 answers" in anew.stdout
+
+
+def test_the_command_reads_tasks_and_data_sets(target: str, tmp_path: Path) -> None:
+    out = tmp_path / "tasks.parquet"
+    shared = ["regenerate", "--target", target, "--max-new-tokens", "4", "--out"]
+    assert run(*shared, out, "--task-prompts", "5", "--temperature", "1", "--drafter", "none").exit_code == 0
+    rows = load_data(out)
+    assert rows["index"][:] == [0, 1, 2, 3, 4] and len(set(rows["category"])) == 5
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("the cat", "a dog")))
+    assert run(*shared, tmp_path / "chats_out.jsonl", "--data", chats, "--limit", "1").exit_code == 0
+    assert len(read(tmp_path / "chats_out.jsonl")) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--out", "x.txt", "--task-prompts", "1"], "ends with .jsonl or .parquet"),
+        (["--out", "x.jsonl"], "exactly one of --prompts, --task-prompts and --data"),
+        (["--out", "x.jsonl", "--task-prompts", "1", "--seed", "1"], "--seed has no effect on greedy"),
+        (["--out", "x.jsonl", "--task-prompts", "1", "--max-new-tokens", "400"], "context is 128"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_anything_is_written(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run("regenerate", "--target", target, *flags)
+    assert result.exit_code == 2 and message in result.stderr
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,219 @@
+"""What a training plan needs, before it starts: memory, disk and time, from configurations alone.
+
+Sizes of weights, states and files are counted. Activations and time are estimates: the parts that grow with a batch
+are summed, and time is the number of operations over the speed of matrix products.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from hf_specgen.drafter_config import DrafterConfig
+from hf_specgen.drafters.learned import skeleton
+from hf_specgen.errors import SpecGenError
+from hf_specgen.facts import TargetFacts
+from hf_specgen.loading import drafter_class
+from hf_specgen.taps import FINAL
+
+TARGET = "target"
+METHODS = ("medusa", "eagle", "eagle3", "distill")
+_STATE = 16  # bytes a trained parameter: weight, gradient and Adam's two moments in float32
+_LAWS = 4  # float32 rows over the vocabulary that a chunk of the loss holds at once, of target and drafter
+_ASSUMED = 0.5  # of the speed of large matrix products that training reaches
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Hold what is to be trained, and how.
+
+    ``tokens``: of the data, prompts included; ``supervised``: those that answers are made of; ``rows``: texts.
+    ``steps``: tokens that an EAGLE drafter unrolls, heads of Medusa. ``batch`` rows of at most ``max_length`` tokens on
+    each of ``processes``, ``accumulation`` of them a step. ``bytes_a_weight``: of the frozen target (0.5: 4 bits).
+    """
+
+    method: str
+    tokens: int
+    supervised: int
+    rows: int
+    epochs: float = 1.0
+    steps: int = 7
+    draft_vocab_size: int | None = None
+    max_length: int = 2048
+    batch: int = 8
+    accumulation: int = 1
+    processes: int = 1
+    chunk: int = 1024
+    bytes_a_weight: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise SpecGenError(f"method {self.method!r} is not known: one of {', '.join(METHODS)} is required.")
+        if self.tokens < 1 or self.rows < 1 or not 0 < self.supervised <= self.tokens:
+            raise SpecGenError(
+                f"{self.tokens} tokens in {self.rows} rows, {self.supervised} supervised: at least one of each, and "
+                "not more supervised than there are, is required."
+            )
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Hold parameter counts: of the target, without embedding and head; of the drafter, and of its parts."""
+
+    facts: TargetFacts
+    intermediate: int
+    heads: int
+    target: int
+    target_body: int
+    drafter: int
+    once: int
+    repeated: int
+    head: int
+    boundaries: int
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Hold bytes a process, bytes on disk, operations a token, optimizer steps, and names for all of it."""
+
+    memory: dict[str, float]
+    disk: dict[str, float]
+    operations: dict[str, float]
+    optimizer_steps: int
+
+    @property
+    def memory_total(self) -> float:
+        """Return the bytes that one process needs."""
+        return sum(self.memory.values())
+
+    def seconds(self, plan: Plan, target_speed: float, drafter_speed: float) -> dict[str, float]:
+        """Return the seconds of each part of all epochs, for processes that each do so many operations a second."""
+        tokens = plan.tokens * plan.epochs / plan.processes
+        return {
+            name: tokens * each / (target_speed if name == TARGET else drafter_speed)
+            for name, each in self.operations.items()
+        }
+
+
+def measure(target: PretrainedConfig, plan: Plan, draft_model: PretrainedConfig | None = None) -> Sizes:
+    """Count parameters of target and drafter without memory; ``draft_model``: what distillation trains.
+
+    Raises: ``SpecGenError`` for distillation without a draft model.
+    """
+    facts = TargetFacts.of_config(target)
+    settings = target.get_text_config(decoder=True).to_dict()
+    whole, body = _count_model(target)
+    heads = int(settings.get("num_attention_heads") or settings.get("n_head") or 1)
+    width = int(settings.get("intermediate_size") or settings.get("n_inner") or 4 * facts.hidden_size)
+    shared = facts, width, heads, whole, body
+    if plan.method == "distill":
+        if draft_model is None:
+            raise SpecGenError("distillation trains a small model of its own: name it (--draft-model).")
+        small, layers = _count_model(draft_model)
+        hidden = TargetFacts.of_config(draft_model).hidden_size
+        return Sizes(*shared, small, 0, layers, facts.vocab_size * hidden, 0)
+    config = new_config(plan, facts, settings)
+    drafter = skeleton(drafter_class(plan.method), config)
+    counts = {name: parameter.numel() for name, parameter in drafter.named_parameters()}
+    last = f".{config.num_head_layers}.weight"
+    head = sum(count for name, count in counts.items() if name.startswith("lm_head.") or name.endswith(last))
+    once = sum(count for name, count in counts.items() if name.startswith("fc.") and plan.method == "eagle3")
+    total = sum(counts.values())
+    layers = sum(1 for boundary in drafter.hidden_layers if boundary != FINAL)
+    return Sizes(*shared, total, once, total - once - head, head, layers)
+
+
+def new_config(plan: Plan, facts: TargetFacts, settings: dict[str, object]) -> DrafterConfig:
+    """Return the configuration of a new drafter with one layer of the target's own sizes."""
+    given = {
+        name: settings[name]
+        for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+        if settings.get(name)
+    }
+    depth = facts.num_layers
+    more = {
+        "medusa": {"num_heads": plan.steps},
+        "eagle": {"own_head": False},
+        "eagle3": {"aux_layer_boundaries": [min(2, depth), depth // 2, max(depth - 3, 0)]},
+    }
+    return DrafterConfig(
+        method=plan.method,
+        hidden_size=facts.hidden_size,
+        vocab_size=facts.vocab_size,
+        draft_vocab_size=plan.draft_vocab_size,
+        **given,  # type: ignore[arg-type]
+        **more[plan.method],
+    )
+
+
+def _count_model(config: PretrainedConfig) -> tuple[int, int]:
+    """Return a model's parameters, and those that are neither embedding nor head."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    ends = {
+        parameter
+        for module in (model.get_input_embeddings(), model.get_output_embeddings())
+        if module is not None
+        for parameter in module.parameters()
+    }
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    return whole, whole - sum(parameter.numel() for parameter in ends)
+
+
+def estimate(plan: Plan, sizes: Sizes) -> Estimate:
+    """Return what a plan needs."""
+    hidden, vocab = sizes.facts.hidden_size, sizes.facts.vocab_size
+    tokens = plan.batch * plan.max_length
+    steps = plan.steps if plan.method in ("eagle3",) else 1
+    draft_vocab = plan.draft_vocab_size or vocab
+    kept = (sizes.boundaries + 1) * hidden
+    layer = 16 * hidden + 3 * sizes.intermediate + 2 * sizes.heads * min(plan.max_length, 512)
+    memory = {
+        "target, frozen": sizes.target * plan.bytes_a_weight,
+        "drafter, gradients, Adam (float32)": float(sizes.drafter * _STATE),
+        "hidden states of a batch": tokens * kept * 2.0,
+        "target's forward": tokens * (4 * hidden + 2 * sizes.intermediate) * 2.0,
+        "drafter's activations": 0.0 if plan.method == "medusa" else tokens * steps * layer * 4.0,
+        "laws of a chunk of the loss": plan.chunk * (vocab + draft_vocab) * _LAWS * 4.0,
+    }
+    disk = {
+        "a checkpoint (weights)": sizes.drafter * 4.0,
+        "a checkpoint (optimizer, to go on)": sizes.drafter * 8.0,
+        "the data as token ids": plan.tokens * 5.0,
+        "a feature cache, if one is written (16 bits)": plan.tokens * (kept * 2.0 + 5),
+    }
+    batches = -(-plan.rows // (plan.batch * plan.processes))
+    optimizer = max(1, round(plan.epochs * -(-batches // plan.accumulation)))
+    return Estimate(memory, disk, _operations(plan, sizes), optimizer)
+
+
+def _operations(plan: Plan, sizes: Sizes) -> dict[str, float]:
+    """Return operations per token of the data; heads run on supervised tokens only."""
+    hidden, vocab = sizes.facts.hidden_size, sizes.facts.vocab_size
+    share = plan.supervised / plan.tokens
+    depths = plan.steps if plan.method in ("eagle3", "medusa") else 1
+    unrolled = depths if plan.method == "eagle3" else 1
+    # a head of its own: forward, and the gradients of states and weights; the target's: without those of weights
+    own = 6.0 * sizes.head * (1 if plan.method in ("medusa", "distill") else depths)
+    head = own if sizes.head else 4.0 * hidden * vocab * depths
+    return {
+        TARGET: 2.0 * sizes.target_body,
+        "drafter": 6.0 * (sizes.once + sizes.repeated * unrolled),
+        "drafter's head": head * share,
+        "target's head": 2.0 * hidden * vocab * depths * share,
+    }
+
+
+def matmul_speed(device: str = "cpu", dtype: torch.dtype = torch.float32, size: int = 1024) -> float:
+    """Measure operations a second of matrix products here, and return the part of it that training may reach."""
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    best = float("inf")
+    for _ in range(4):
+        start = time.perf_counter()
+        total = (left @ right).sum()
+        float(total)  # waits for the device
+        best = min(best, time.perf_counter() - start)
+    return _ASSUMED * 2 * size**3 / best

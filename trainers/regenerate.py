@@ -1,0 +1,312 @@
+"""Let a target answer prompts itself: a drafter learns best from texts that its target wrote.
+
+Answers go to a file of JSON lines as token ids (text tokenised anew has other ids), batch by batch; a run that was
+interrupted goes on where it stopped. Beside it stands ``<name>.meta.json``: whose answers they are and how they were
+drawn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_specgen.drafters.base import Drafter
+from hf_specgen.errors import SpecGenError
+from hf_specgen.facts import TargetFacts
+from hf_specgen.generate import SpeculativeDecoding
+from hf_specgen.stats import RowStats
+
+FORMAT = 1
+Progress = Callable[[int, int, str], None]
+Decode = Callable[[list[int]], str]
+
+
+@dataclass(frozen=True)
+class Question:
+    """Hold a prompt as the token ids that the target reads, and what it is called."""
+
+    ids: tuple[int, ...]
+    category: str = "all"
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Hold how answers are drawn; temperature 0 takes the best token. Every prompt has a seed of its own."""
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def seeds(self, numbers: Sequence[int]) -> list[int]:
+        """Return the seed of each prompt: the same whichever prompts it is answered with."""
+        digests = (hashlib.blake2b(f"{self.seed}:{number}".encode(), digest_size=4) for number in numbers)
+        return [int.from_bytes(digest.digest(), "little") >> 1 for digest in digests]
+
+
+class Author(Protocol):
+    """Answer prompts, given as token ids, each with its own seed."""
+
+    def __call__(self, prompts: list[list[int]], seeds: list[int]) -> list[list[int]]:
+        """Return each answer's token ids, up to and including the token that ends it."""
+        ...
+
+
+@dataclass
+class Target:
+    """Answer with a model in this process, through our speculative decoding (``drafter`` None: without drafts)."""
+
+    model: PreTrainedModel
+    sampling: Sampling
+    drafter: Drafter | None = None
+    pad_token_id: int = 0
+    stats: RowStats = field(default_factory=RowStats)
+
+    def __call__(self, prompts: list[list[int]], seeds: list[int]) -> list[list[int]]:
+        """Answer one batch."""
+        width = max(map(len, prompts))
+        ids = torch.tensor([[self.pad_token_id] * (width - len(row)) + row for row in prompts])
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts])
+        settings: dict[str, Any] = {"do_sample": False}
+        if self.sampling.temperature:
+            drawn = {name: asdict(self.sampling)[name] for name in ("temperature", "top_k", "top_p")}
+            settings = {"do_sample": True, **drawn, "seed": seeds}
+        out = self.model.generate(
+            input_ids=ids.to(self.model.device),
+            attention_mask=mask.to(self.model.device),
+            max_new_tokens=self.sampling.max_new_tokens,
+            pad_token_id=self.pad_token_id,
+            custom_generate=SpeculativeDecoding(self.drafter),
+            return_dict_in_generate=True,
+            **settings,
+        )
+        self.stats.merge(out.speculation.total)
+        ends = end_tokens(self.model)
+        return [until_end(row, ends) for row in out.sequences[:, width:].tolist()]
+
+
+def vllm_author(name: str, sampling: Sampling, **settings: Any) -> Author:
+    """Answer with an installed vLLM: many prompts at once on GPUs. ``settings`` go to ``vllm.LLM``.
+
+    Raises: ``SpecGenError`` when it is not installed.
+    """
+    if find_spec("vllm") is None:
+        raise SpecGenError("vLLM is not installed: pip install vllm, or answer in this process (leave --vllm out).")
+    vllm = import_module("vllm")
+    model = vllm.LLM(model=name, **settings)
+
+    def answer(prompts: list[list[int]], seeds: list[int]) -> list[list[int]]:
+        drawn = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p}
+        each = [vllm.SamplingParams(**drawn, top_k=sampling.top_k or -1, seed=seed) for seed in seeds]
+        texts = model.generate([{"prompt_token_ids": prompt} for prompt in prompts], each, use_tqdm=False)
+        return [list(text.outputs[0].token_ids) for text in texts]
+
+    return answer
+
+
+def end_tokens(model: PreTrainedModel) -> frozenset[int]:
+    """Return the ids that end a text of a model."""
+    found = model.generation_config.eos_token_id
+    return frozenset(() if found is None else found if isinstance(found, list) else (found,))
+
+
+def until_end(row: list[int], ends: frozenset[int]) -> list[int]:
+    """Cut a row behind its first end."""
+    return row[: next((i for i, token in enumerate(row) if token in ends), len(row)) + 1]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Hold what a run wrote: ``tokens`` of answers in ``seconds``; ``found`` answers were there before."""
+
+    found: int
+    written: int
+    tokens: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Return tokens a second."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Source:
+    """Hold whose answers a file holds: the target's facts, how they are drawn, and what ends them."""
+
+    facts: TargetFacts
+    sampling: Sampling
+    ends: frozenset[int] = frozenset()
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+def regenerate(
+    questions: Sequence[Question],
+    out: Path,
+    author: Author,
+    source: Source,
+    batch_size: int = 32,
+    decode: Decode | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Write the answers that ``out`` (a .jsonl file) does not hold yet.
+
+    A row has ``index``, ``name``, ``category``, ``prompt`` and ``completion`` (token ids), ``finished`` (it ended by
+    itself) and, with ``decode``, ``text``.
+
+    Raises: ``SpecGenError`` when the file holds answers of another target, to other prompts, or drawn otherwise.
+    """
+    if not questions:
+        raise SpecGenError("there is no prompt to answer.")
+    meta = _meta(questions, source)
+    done = _resume(out, meta)
+    tokens, start, here = 0, time.perf_counter(), 0
+    with out.open("a", encoding="utf-8") as file:
+        for batch in _batches(questions, batch_size):
+            todo = [number for number in batch if number not in done]
+            if not todo:
+                continue
+            answers = author([list(questions[number].ids) for number in todo], source.sampling.seeds(todo))
+            rows = [
+                _row(number, questions[number], answer, source.ends, decode)
+                for number, answer in zip(todo, answers, strict=True)
+            ]
+            file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+            file.flush()
+            here, tokens = here + len(rows), tokens + sum(map(len, answers))
+            if progress is not None:
+                rate = tokens / (time.perf_counter() - start)
+                progress(len(done) + here, len(questions), f"{tokens:,} tokens, {rate:.0f}/s")
+    return Report(len(done), here, tokens, time.perf_counter() - start)
+
+
+def _row(number: int, question: Question, answer: list[int], ends: frozenset[int], decode: Decode | None) -> Any:
+    row = {
+        "index": number,
+        "name": question.name,
+        "category": question.category,
+        "prompt": list(question.ids),
+        "completion": answer,
+        "finished": bool(answer) and answer[-1] in ends,
+    }
+    return row if decode is None else {**row, "text": decode(answer)}
+
+
+def _batches(questions: Sequence[Question], size: int) -> Iterator[list[int]]:
+    """Yield numbers of prompts of like length, the batches shuffled: what is left then takes as long as it seems."""
+    order = sorted(range(len(questions)), key=lambda number: (len(questions[number].ids), number))
+    groups = [order[start : start + size] for start in range(0, len(order), size)]
+    random.Random(0).shuffle(groups)
+    return iter(groups)
+
+
+def meta_path(out: Path) -> Path:
+    """Return where it is written whose answers a file holds."""
+    return out.with_suffix(".meta.json")
+
+
+def read_meta(out: Path) -> dict[str, Any] | None:
+    """Return what is known of a file of answers, None when nothing is."""
+    place = meta_path(out)
+    return json.loads(place.read_text(encoding="utf-8")) if place.is_file() else None
+
+
+def check_author(data: str | Path, facts: TargetFacts) -> str | None:
+    """Return what is wrong with training on a file of answers for this target, None when nothing is or can be said."""
+    meta = read_meta(Path(data))
+    theirs = (meta or {}).get("target", {}).get("fingerprint")
+    if not theirs or not facts.fingerprint or theirs == facts.fingerprint:
+        return None
+    whose = (meta or {})["target"].get("name") or "another target"
+    return f"{data} holds answers of {whose} (fingerprint {theirs}), not of this target ({facts.fingerprint})"
+
+
+def _meta(questions: Sequence[Question], source: Source) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    for question in questions:
+        digest.update(json.dumps(question.ids).encode())
+    return {
+        "format": FORMAT,
+        "target": source.facts.to_dict(),
+        "sampling": asdict(source.sampling),
+        "prompts": {"count": len(questions), "sha256": digest.hexdigest()},
+        **source.notes,
+    }
+
+
+_MUST_AGREE = ("format", "sampling", "prompts")
+
+
+def _resume(out: Path, meta: dict[str, Any]) -> set[int]:
+    """Return the numbers that a file holds already; cut off a torn last line, write down whose answers these are."""
+    known = read_meta(out)
+    if out.exists() and out.stat().st_size and known is None:
+        raise SpecGenError(
+            f"{out} exists and {meta_path(out).name} beside it does not: whose answers it holds is not known. Give "
+            "another file, or start anew (--restart)."
+        )
+    if known is not None:
+        _compare(out, known, meta)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    meta_path(out).write_text(json.dumps(meta, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    if not out.exists():
+        return set()
+    with out.open("r+b") as file:
+        kept = file.read()
+        file.truncate(kept.rfind(b"\n") + 1)
+    lines = kept[: kept.rfind(b"\n") + 1].split(b"\n")
+    return {int(json.loads(line)["index"]) for line in lines if line}
+
+
+def _compare(out: Path, known: dict[str, Any], meta: dict[str, Any]) -> None:
+    """Raises: ``SpecGenError`` naming what differs."""
+    differ = [name for name in _MUST_AGREE if known.get(name) != meta[name]]
+    theirs, ours = (entry.get("target", {}).get("fingerprint") for entry in (known, meta))
+    if theirs != ours:
+        differ.append("target")
+    if differ:
+        shown = "; ".join(f"{name} {known.get(name)} there, {meta[name]} here" for name in differ)
+        raise SpecGenError(
+            f"{out} holds answers that were made otherwise ({shown}). Go on with the same settings, give another file, "
+            "or start anew (--restart)."
+        )
+
+
+def write_parquet(rows: Path, out: Path) -> None:
+    """Write a finished file of answers as parquet, in the order of the prompts."""
+    from datasets import load_dataset
+
+    found = load_dataset("json", data_files=str(rows), split="train").sort("index")
+    found.to_parquet(str(out))
+
+
+def chat_prompts(dataset: Any, limit: int | None = None) -> list[list[dict[str, Any]]]:
+    """Return the messages up to the last question of each chat of a data set; earlier answers stay as they are.
+
+    Raises: ``SpecGenError`` for data without messages, conversations, or prompt.
+    """
+    from hf_specgen.trainers.data import messages_of
+
+    found: list[list[dict[str, Any]]] = []
+    for row in dataset:
+        if limit is not None and len(found) >= limit:
+            break
+        messages = messages_of(row)
+        while messages and messages[-1]["role"] != "user":
+            messages = messages[:-1]
+        if messages:
+            found.append(messages)
+    return found

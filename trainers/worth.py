@@ -1,0 +1,205 @@
+"""Was it worth it? Decode prompts with a drafter and without one, and say what a round costs and must bring."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from hf_specgen.drafters.base import Drafter
+from hf_specgen.drafters.learned import LearnedDrafter
+from hf_specgen.drafters.prompt_lookup import PromptLookup
+from hf_specgen.drafters.small_model import SmallModel
+from hf_specgen.generate import SpeculativeDecoding
+from hf_specgen.stats import RowStats
+
+PLAIN, LOOKUP, FIXED, OURS = "plain", "prompt lookup", "drafter, fixed length", "drafter"
+_WARM_UP = 8  # tokens that are written before the clock counts
+
+Drafters = Mapping[str, Drafter | None]
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass
+class Decoded:
+    """Hold what one way to decode came to: greedy, one prompt at a time, seconds of the whole calls."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    same: int = 0
+    total: RowStats = field(default_factory=RowStats)
+
+    @property
+    def step_seconds(self) -> float:
+        """Return what a round costs once the prompt is read; of plain decoding, a token."""
+        rounds = self.total.num_rounds or self.tokens
+        return (self.seconds - self.prefill_seconds) / max(1, rounds)
+
+
+@dataclass(frozen=True)
+class Worth:
+    """Hold figures of one machine, these prompts, one run.
+
+    ``round_cost``: a round of ``num_tokens`` drafted tokens in plain steps, and so the tokens per round that break
+    even; ``tokens_per_round``: what was reached there; ``before``: by the untrained drafter. ``speedup``: plain time
+    over the drafter's as users run it, ``lookup_speedup`` over that of prompt lookup, which needs no training.
+    ``same``: texts that are plain greedy decoding's own.
+    """
+
+    prompts: int
+    max_new_tokens: int
+    num_tokens: int
+    dtype: str
+    before: float | None
+    tokens_per_round: float
+    rates: list[float]
+    round_cost: float
+    speedup: float
+    lookup_speedup: float
+    lookup_tokens_per_round: float
+    plain_tokens_per_second: float
+    same: int
+
+    @property
+    def pays(self) -> bool:
+        """Tell whether the drafter beats plain decoding and prompt lookup."""
+        return self.speedup > max(1.0, self.lookup_speedup)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {**asdict(self), "pays": self.pays}
+
+    def lines(self) -> list[str]:
+        """Return the figures in words."""
+        before = "" if self.before is None else f", {self.before:.2f} before training"
+        gain = self.tokens_per_round / self.round_cost
+        verdict = (
+            "worth it"
+            if self.pays
+            else "not worth it here: prompt lookup needs no training"
+            if self.lookup_speedup > max(1.0, self.speedup)
+            else "not worth it here"
+        )
+        return [
+            f"decoding {self.prompts} prompts, {self.max_new_tokens} new tokens, greedy, {self.dtype}: "
+            f"{self.tokens_per_round:.2f} tokens a round with {self.num_tokens} drafted{before}",
+            f"a round of {self.num_tokens} drafted tokens costs {self.round_cost:.2f} plain steps: "
+            f"{self.round_cost:.2f} tokens a round break even, {self.tokens_per_round:.2f} are {gain:.2f}x",
+            f"{verdict}: {self.speedup:.2f}x over plain decoding ({self.plain_tokens_per_second:.1f} tokens/s), prompt "
+            f"lookup {self.lookup_speedup:.2f}x; {self.same} of {self.prompts} texts are plain decoding's own",
+        ]
+
+
+def is_sharded(*models: torch.nn.Module) -> bool:
+    """Tell whether a model is in parts, so that one process alone cannot decode with it."""
+    return any(isinstance(parameter, DTensor) for model in models for parameter in model.parameters())
+
+
+def live(drafter: Any, target: PreTrainedModel, num_tokens: int | None = None) -> Drafter:
+    """Copy a drafter as it is now, in the target's place and dtype; ``num_tokens`` makes it a chain of that length."""
+    place = target.get_input_embeddings().weight.device
+    made = copy.deepcopy(drafter).eval().requires_grad_(False).to(place, target.dtype)
+    if not isinstance(made, LearnedDrafter):
+        return SmallModel(made, num_tokens)
+    if num_tokens is not None:
+        made.config.tree, made.config.num_tokens = "chain", num_tokens
+    return made
+
+
+@torch.no_grad()
+def decode(
+    target: PreTrainedModel,
+    drafters: Drafters,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    progress: Progress | None = None,
+) -> dict[str, Decoded]:
+    """Decode every prompt with every drafter, taking turns; None is plain ``generate()``, and comes first."""
+    config = copy.deepcopy(target.generation_config) or GenerationConfig()
+    config.update(do_sample=False, num_beams=1, max_length=None, temperature=None, top_k=None, top_p=None)
+    found = {name: Decoded() for name in drafters}
+    loops = {name: {"custom_generate": SpeculativeDecoding(made)} if made else {} for name, made in drafters.items()}
+    config.max_new_tokens = min(_WARM_UP, max_new_tokens)
+    for loop in loops.values():
+        _timed(target, prompts[0], config, loop)
+    config.max_new_tokens = max_new_tokens
+    for done, prompt in enumerate(prompts, 1):
+        plain: list[int] | None = None
+        for name, loop in loops.items():
+            text, seconds, out = _timed(target, prompt, config, loop)
+            part = found[name]
+            part.tokens, part.seconds = part.tokens + len(text), part.seconds + seconds
+            if loop:
+                part.total.merge(out.speculation.total)
+                part.prefill_seconds += out.speculation.prefill_seconds
+            else:
+                plain = text
+            part.same += text == plain
+        if progress is not None:
+            progress(done, len(prompts), "")
+    return found
+
+
+def _timed(
+    target: PreTrainedModel, prompt: Sequence[int], config: GenerationConfig, loop: dict[str, Any]
+) -> tuple[list[int], float, Any]:
+    ids = torch.tensor([list(prompt)], device=target.get_input_embeddings().weight.device)
+    _settle(ids.device)
+    start = time.perf_counter()
+    out: Any = target.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, **loop)
+    _settle(ids.device)
+    return out[0, ids.shape[1] :].tolist(), time.perf_counter() - start, out
+
+
+def _settle(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def acceptance(
+    drafter: Any, target: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, num_tokens: int
+) -> float:
+    """Return tokens per round with a fixed draft length."""
+    return decode(target, {FIXED: live(drafter, target, num_tokens)}, prompts, max_new_tokens)[FIXED].total.tokens_per_round
+
+
+def weigh(
+    drafter: Any,
+    target: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    num_tokens: int,
+    before: float | None = None,
+) -> Worth:
+    """Measure a drafter against plain decoding and prompt lookup; ``before``: tokens per round before training."""
+    drafters: Drafters = {
+        PLAIN: None,
+        LOOKUP: PromptLookup(),
+        FIXED: live(drafter, target, num_tokens),
+        OURS: live(drafter, target),
+    }
+    found = decode(target, drafters, prompts, max_new_tokens)
+    plain, fixed, ours, lookup = (found[name] for name in (PLAIN, FIXED, OURS, LOOKUP))
+    plain.prefill_seconds = fixed.prefill_seconds  # the same prompts are read, and plain generate() does not say
+    return Worth(
+        prompts=len(prompts),
+        max_new_tokens=max_new_tokens,
+        num_tokens=num_tokens,
+        dtype=str(target.dtype).removeprefix("torch."),
+        before=before,
+        tokens_per_round=fixed.total.tokens_per_round,
+        rates=fixed.total.acceptance_rates,
+        round_cost=fixed.step_seconds / max(1e-9, plain.step_seconds),
+        speedup=plain.seconds / max(1e-9, ours.seconds),
+        lookup_speedup=plain.seconds / max(1e-9, lookup.seconds),
+        lookup_tokens_per_round=lookup.total.tokens_per_round,
+        plain_tokens_per_second=plain.tokens / max(1e-9, plain.seconds),
+        same=ours.same,
+    )
