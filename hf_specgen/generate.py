@@ -110,17 +110,17 @@ class SpeculativeDecoding:
         log = OutputLog(generation_config, len(sequences))
         sequences.score_log = log.scores
         check_lossy(sequences.rule, self.drafter.draws and not sequences.greedy, warp.takes_any_text)
-        self.drafter.attach(model)
+        drafter = self.drafter.for_call(model)
         target = Target(
-            model, sequences, self.drafter.hidden_layers, log.hidden is not None, generation_config.prefill_chunk_size
+            model, sequences, drafter.hidden_layers, log.hidden is not None, generation_config.prefill_chunk_size
         )
-        stats = self._run(target, sequences, log)
+        stats = self._run(drafter, target, sequences, log)
         if self.streamer is not None:
             self.streamer.end()
         _LAST[model] = stats
         return log.result(sequences, pad, stats)
 
-    def _run(self, target: Target, sequences: Sequences, log: OutputLog) -> AcceptanceStats:
+    def _run(self, drafter: Drafter, target: Target, sequences: Sequences, log: OutputLog) -> AcceptanceStats:
         """Run the rounds: propose, score, verify, commit, until every row is finished."""
         stats = AcceptanceStats(
             type(self.drafter).__name__,
@@ -129,7 +129,7 @@ class SpeculativeDecoding:
             [RowStats() for _ in sequences.tokens],
         )
         clock = _Clock()
-        self.drafter.begin(sequences)
+        drafter.begin(sequences)
         stats.draft_seconds += clock.lap()
         if self.streamer is not None:  # after the last refusal: nothing is streamed of a call that is refused
             self.streamer.put(sequences.prompt.cpu())
@@ -140,9 +140,9 @@ class SpeculativeDecoding:
         sequences.append(round)
         stats.prefill_seconds = clock.lap()
         before = target.cached.seconds
-        self.drafter.observe(round)
+        drafter.observe(round)
         while not sequences.done:
-            draft = self.drafter.propose(sequences)
+            draft = drafter.propose(sequences)
             stats.draft_seconds += clock.lap()
             scores = target.score(draft)
             verdict = verify(scores, scores.draft, scores.coins(), sequences.rule)
@@ -152,7 +152,7 @@ class SpeculativeDecoding:
             log.add(round, scores, sequences.active)
             sequences.append(round)
             stats.other_seconds += clock.lap()
-            self.drafter.observe(round)
+            drafter.observe(round)
         stats.forward_seconds = target.cached.seconds - before
         for row, count in zip(stats.rows, sequences.new, strict=True):
             row.num_tokens = count

@@ -149,7 +149,7 @@ def stock_candidates(model: PreTrainedModel, drafter: Drafter) -> Iterator[list[
             **_: object,
         ) -> StockCandidates:
             mask = model_kwargs.get("attention_mask")
-            made = StockCandidates(model, drafter, generation_config, logits_processor, input_ids, mask)
+            made = StockCandidates(model, drafter.for_call(model), generation_config, logits_processor, input_ids, mask)
             made.taps, made.shown = taps, shown
             calls.append(made)
             return made

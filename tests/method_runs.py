@@ -25,17 +25,26 @@ def data(rows: Any) -> dict[str, Any]:
     return {"data_collator": Pad(), "train_dataset": rows or texts(), "eval_dataset": texts(5)}
 
 
-def medusa_trainer(folder: str | Path, rows: Any = None, heads: Any = None, **settings: Any) -> DrafterTrainer:
+def target(exact: bool) -> PreTrainedModel:
+    """Return a tiny target; ``exact``: in float64, so that layouts differ by no rounding."""
+    return tiny().double() if exact else tiny()
+
+
+def medusa_trainer(
+    folder: str | Path, rows: Any = None, heads: Any = None, exact: bool = False, **settings: Any
+) -> DrafterTrainer:
     """Return a trainer of three Medusa heads."""
-    model = tiny()
-    args = arguments(MedusaArguments, folder, **settings)
-    return MedusaTrainer(MedusaDrafter.for_target(model, 3, **(heads or {})), model, args, **data(rows))
+    model = target(exact)
+    drafter = MedusaDrafter.for_target(model, 3, **(heads or {})).to(model.dtype)
+    return MedusaTrainer(drafter, model, arguments(MedusaArguments, folder, **settings), **data(rows))
 
 
-def eagle_trainer(folder: str | Path, rows: Any = None, **settings: Any) -> DrafterTrainer:
+def eagle_trainer(folder: str | Path, rows: Any = None, exact: bool = False, **settings: Any) -> DrafterTrainer:
     """Return a trainer of an EAGLE drafter, with noise."""
-    model = tiny()
-    return EagleTrainer(untrained("eagle", model, []), model, arguments(EagleArguments, folder, **settings), **data(rows))
+    model = target(exact)
+    return EagleTrainer(
+        untrained("eagle", model, []), model, arguments(EagleArguments, folder, **settings), **data(rows)
+    )
 
 
 def small(**settings: Any) -> PreTrainedModel:
@@ -45,9 +54,10 @@ def small(**settings: Any) -> PreTrainedModel:
     return model
 
 
-def distill_trainer(folder: str | Path, rows: Any = None, **settings: Any) -> DrafterTrainer:
+def distill_trainer(folder: str | Path, rows: Any = None, exact: bool = False, **settings: Any) -> DrafterTrainer:
     """Return a trainer of a small model."""
-    return DistillTrainer(small(), tiny(), arguments(DistillArguments, folder, **settings), **data(rows))
+    model = target(exact)
+    return DistillTrainer(small().to(model.dtype), model, arguments(DistillArguments, folder, **settings), **data(rows))
 
 
 def mixed_trainer(folder: str | Path, rows: Any = None, **settings: Any) -> DrafterTrainer:
@@ -103,7 +113,11 @@ def shard(folder: str, method: str) -> Job:
     wanted = {name: part.grad.clone() for name, part in model.named_parameters()}
     model.zero_grad()
     mesh = init_device_mesh("cpu", (world,))
-    units = [model.get_submodule("0.0")] if method == "medusa" else [*model.model.layers, model.model.embed_tokens, model.lm_head]
+    units = (
+        [model.get_submodule("0.0")]
+        if method == "medusa"
+        else [*model.model.layers, model.model.embed_tokens, model.lm_head]
+    )
     for unit in [*units, model]:
         fully_shard(unit, mesh=mesh)
     (trainer.run(model, Pad()(rows[rank::world])).loss_sum * world).backward()

@@ -180,3 +180,24 @@ def test_a_row_writes_what_it_writes_alone(method: str, shape: str, eight) -> No
             real = mask[row].bool()
             one = eight.generate(ids[row : row + 1, real], custom_generate=loop, seed=[seed], **asked)
             assert both[row, 5:].tolist() == one[0, int(real.sum()) :].tolist(), (sample, row)
+
+
+def allowed(row: int, text: torch.Tensor) -> list[int]:
+    """Allow what no drafter below knows at every second place; stand for a grammar that knows its own texts only."""
+    new = text.tolist()[6:]
+    assert all(token in ([5, 4] if place % 2 else [3, 6]) for place, token in enumerate(new)), f"no such text: {new}"
+    return [5, 4] if len(new) % 2 else [3, 6]
+
+
+@pytest.mark.parametrize("shape", ["chain", "static"])
+@pytest.mark.parametrize("method", METHODS)
+def test_no_processor_is_asked_about_impossible_drafts(method: str, shape: str, eight) -> None:
+    """Where fewer tokens are possible than a tree has ranks, or none, what is left over is no token."""
+    watch = sampled(method, eight, shape, reduced=method == "eagle3")
+    for rule in ("gumbel", "rejection"):
+        texts = draw(eight, watch, 8, rule, tokens=7, top_k=0, prefix_allowed_tokens_fn=allowed)
+        assert all(allowed(0, torch.tensor([0] * 6 + text)) for text in texts.tolist())
+        assert watch.width and watch.longest
+        if rule == "gumbel":
+            expected = draw(eight, None, 8, rule, tokens=7, top_k=0, prefix_allowed_tokens_fn=allowed)
+            assert torch.equal(texts, expected)

@@ -1,4 +1,4 @@
-"""DrafterTrainer in one process: what is counted, what is saved, what is refused; each beside a twin that does it wrong."""
+"""DrafterTrainer in one process: what is counted, saved and refused, beside twins that do it wrong."""
 
 from __future__ import annotations
 
@@ -142,6 +142,14 @@ def test_evaluation_weighs_tokens(size: int, tmp_path: Path) -> None:
             with torch.no_grad():
                 means.append(float(trainer.run(trainer.drafter, one).loss_sum / one["num_items"]))
         assert abs(sum(means) / 5 - found["eval_loss"]) > 1e-3
+
+
+def test_evaluation_at_a_temperature(tmp_path: Path) -> None:
+    """Texts sampled at a temperature are judged by both laws at it; best ids and the training loss stay."""
+    cold, warm = (eagle3_trainer(tmp_path, eval_temperature=value) for value in (0.0, 2.0))
+    objective, one, other = warm.objective, cold.evaluate(), warm.evaluate()
+    assert one["eval_top1_1"] == other["eval_top1_1"] and abs(one["eval_alpha_1"] - other["eval_alpha_1"]) > 1e-2
+    assert warm.objective is objective and objective.temperature == 1.0
 
 
 def test_rows_that_were_repeated_do_not_count(tmp_path: Path) -> None:

@@ -97,7 +97,9 @@ def test_a_drafter_learns_the_same_from_the_cache(tmp_path: Path) -> None:
 
 def test_the_last_hidden_state_is_kept_once_and_16_bits_stay_16(tmp_path: Path) -> None:
     model, rows = tiny(layers=3), texts()
+    tmp_path.chmod(0o750)
     write_cache(tmp_path, rows, model, (FINAL,), CacheOptions(dtype=torch.bfloat16))
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.glob("*.safetensors")} == {0o640}
     cache = FeatureCache.open(tmp_path, TargetFacts.of(model), (FINAL,))
     assert cache.manifest["boundaries"] == [] and cache.manifest["dtype"] == "bfloat16"
     (feature,), last = cache[2]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import inspect
 from typing import Any
 
 import pytest
 import train_runs as runs
+from transformers.distributed import DistributedConfig
 
 pytestmark = pytest.mark.slow
 
@@ -30,6 +31,11 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "bypassing": {"maker": TWIN, "kind": "bypassing", "per_device_train_batch_size": 4},
     "repeating": {"run": "train_runs.evaluate", "maker": TWIN, "kind": "repeating", "per_device_eval_batch_size": 2},
 }
+SPLIT = {
+    "fsdp": {"run": "train_runs.split_target", "fsdp_size": 2},
+    "tp": {"run": "train_runs.split_target", "tp_size": 2},
+}
+SPLITS = "fsdp_size" in inspect.signature(DistributedConfig).parameters  # 5.17 does not shard at load
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +45,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return runs.together(TOGETHER, tmp_path_factory.mktemp("together"))
+    return runs.together({**TOGETHER, **(SPLIT if SPLITS else {})}, tmp_path_factory.mktemp("together"))
 
 
 def gap(one: list[float], other: list[float]) -> float:
@@ -97,6 +103,16 @@ def test_fsdp_shards_the_drafter(together: dict[str, Any]) -> None:
     for name, error in found["errors"].items():
         assert error < 1e-5 * max(1.0, found["largest"][name]), name
         assert found["largest"][name] > 1e-3, name
+
+
+@pytest.mark.skipif(not SPLITS, reason="this transformers does not split a model when it loads it")
+@pytest.mark.parametrize("way", SPLIT)
+def test_the_target_may_be_split(way: str, together: dict[str, Any]) -> None:
+    """Beside a target that each process holds half of, the drafter learns what it learns beside a whole one."""
+    whole, split = together["two"], together[way]
+    assert split["world"] == 2 and split["share"] < 0.7 and split["spread"] == 0.0
+    assert gap(whole["loss"], split["loss"]) < (NEAR if way == "fsdp" else 3 * NEAR)
+    assert gap(whole["weights"], split["weights"]) < 1e-4
 
 
 def test_twins_are_noticed(alone: dict[str, Any], together: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_specgen.bench import losses as bench
 from hf_specgen.errors import SpecGenError
 from hf_specgen.trainers import losses
 from hf_specgen.trainers.losses import FORMULAS, HeadLoss, Laws, Objective, Slope
@@ -141,7 +142,7 @@ def _broken(kind: str) -> Callable[[Laws], tuple[Tensor, Slope]]:
     other = KINDS[(KINDS.index(kind) + 1) % len(KINDS)]
 
     def formula(laws: Laws) -> tuple[Tensor, Slope]:
-        copy = replace(laws, **{name: getattr(laws, name).clone() for name in ("log_q", "q", "log_p", "p")})
+        copy = replace(laws, **{name: getattr(laws, name).clone() for name in ("log_q", "q", "log_p", "p", "spare")})
         return FORMULAS_BEFORE[kind](laws)[0], FORMULAS_BEFORE[other](copy)[1]
 
     return formula
@@ -349,12 +350,12 @@ def test_no_tensor_of_tokens_by_vocabulary(kind: str) -> None:
 def test_shared_teachers_are_scored_once(monkeypatch: pytest.MonkeyPatch) -> None:
     scored = []
 
-    def count(teacher: Any, rows: slice, softcap: float | None) -> Tensor:
-        scored.append(rows.stop - rows.start)
-        return before(teacher, rows, softcap)
+    def count(self: Any, name: str, states: Tensor, *rest: Any) -> Any:
+        scored.extend([len(states)] * (name == "p"))
+        return before(self, name, states, *rest)
 
-    before = losses._scored
-    monkeypatch.setattr(losses, "_scored", count)
+    before = losses._Sums._law
+    monkeypatch.setattr(losses._Sums, "_law", count)
     case = make(shared=True)
     case.run(Objective(chunk=8))
     assert sum(scored) <= TEACHERS + len(scored) and max(scored) < 8
@@ -362,6 +363,15 @@ def test_shared_teachers_are_scored_once(monkeypatch: pytest.MonkeyPatch) -> Non
     scored.clear()
     replace(case, teacher_states=case.teacher_states[case.index], index=None).run(Objective(chunk=8))
     assert sum(scored) == N
+
+
+def test_a_cpu_takes_no_more_than_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "_CPU_ELEMENTS", 8 * V)
+    case = make()
+    with Sizes() as sizes:
+        case.run(Objective(chunk=1024))
+    assert sizes.largest == 8 * V > N * H
+    assert difference(make(), Objective()) < 1e-13
 
 
 def test_no_gradient_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,6 +396,30 @@ def test_teacher_bias_counts() -> None:
         case.states, case.weight, case.teacher_states, case.teacher_weight, case.weights, teacher_bias=bias
     )
     assert float((found.loss_sum - wide.run(Objective()).loss_sum).detach().abs()) < 1e-12
+
+
+SMALL = bench.Case(bench.PLAIN, tokens=64, vocab=100, width=8, repeats=1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_benchmark_compares_like_with_like(kind: str) -> None:
+    """All ways that are measured come to one loss and one gradient; a way that does not is refused."""
+    for case in bench.cases_of([kind], [16], ["float32", "bfloat16"], SMALL):
+        plain = bench.measure_here(replace(case, method=bench.PLAIN, chunk=0))
+        found = bench.measure_here(case)
+        bench.check_equal(plain, found)
+        assert found.loss > 0 and found.by_states > 0 and (found.by_weight > 0) == case.trained
+        with pytest.raises(SpecGenError, match="differ in by_states"):
+            bench.check_equal(plain, replace(found, by_states=1.2 * found.by_states))
+
+
+@pytest.mark.slow
+def test_the_benchmark_measures_in_processes_of_their_own() -> None:
+    """At a size where logits outweigh everything, the plain way takes three times the memory."""
+    large = replace(SMALL, tokens=2048, vocab=16_384, width=64)
+    plain, ours = bench.measure([large, replace(large, method=bench.OURS, chunk=256)])
+    assert plain.peak > 3 * ours.peak > 0 and ours.cpu_seconds > 0
+    assert bench.table([plain, ours]).row_count == 2
 
 
 def test_refusals() -> None:

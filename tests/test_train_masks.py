@@ -66,8 +66,9 @@ def test_given_answers_are_not_supervised() -> None:
     assert marked.decode([token for token, bit in zip(ids, mask, strict=True) if bit]) == "no, I rest<|im_end|>"
 
 
-def test_an_answer_to_nothing_is_not_supervised() -> None:
-    assert supervised(CHATML, CHAT[1:]) == ["no, I rest<|im_end|>"]
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["chatml", "marked"])
+def test_an_answer_to_nothing_is_not_supervised(template: str) -> None:
+    assert supervised(template, CHAT[1:]) == ["no, I rest<|im_end|>"]
 
 
 def test_reasoning_may_be_left_out() -> None:

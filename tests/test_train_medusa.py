@@ -231,7 +231,9 @@ def test_agreement_in_the_log(tmp_path: Path) -> None:
     assert abs(found["eval_alpha_1"] - float(whole.counts[0, 2] / whole.counts[0, 0])) < 1e-6
     trainer = medusa_trainer(tmp_path, loss="kl")
     with torch.no_grad():
-        assert torch.equal(trainer.run(trainer.drafter, batch).counts, trainer.run(trainer.drafter, batch, wants_rates=True).counts)
+        assert torch.equal(
+            trainer.run(trainer.drafter, batch).counts, trainer.run(trainer.drafter, batch, wants_rates=True).counts
+        )
 
 
 def test_heads_learn_a_text_by_heart(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ EVALUATION = {"evaluation": {"run": "train_runs.evaluate", "per_device_eval_batc
 
 def jobs(layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {
-        f"{method} {name}": {"maker": f"method_runs.{method}_trainer", **layout}
+        f"{method} {name}": {"maker": f"method_runs.{method}_trainer", "exact": True, **layout}
         for method in METHODS
         for name, layout in layouts.items()
     }

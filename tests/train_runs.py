@@ -1,4 +1,4 @@
-"""Training runs that tests compare: tiny targets, texts and trainers, in this process or in several that know each other.
+"""Training runs that tests compare: tiny targets, texts and trainers, in this process or in several.
 
 As a program it is one of several processes: ``accelerate launch ... train_runs.py FILE`` runs the jobs of a JSON file,
 each a function of this module or of the module that it names, and rank 0 writes what they return.
@@ -20,6 +20,7 @@ import torch
 from fitted import untrained
 from tiny import tiny
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from hf_specgen.drafters.learned import LearnedDrafter
 from hf_specgen.trainers.base import DrafterTrainer, DrafterTrainingArguments
@@ -181,7 +182,6 @@ def shard(folder: str) -> Job:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import DTensor
 
     trainer = eagle3_trainer(folder)
     rank, world = trainer.accelerator.process_index, trainer.accelerator.num_processes
@@ -203,6 +203,24 @@ def shard(folder: str) -> Job:
         "sharded": all(isinstance(part, DTensor) for part in parts.values()),
         "embedding": trainer.drafter.get_input_embeddings() is None,
     }
+
+
+def split_target(folder: str, **layout: int) -> Job:
+    """Train next to a target that is split over the processes when it is loaded."""
+    from transformers import LlamaForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    drafter, model = eagle3()
+    if os.environ["RANK"] == "0":
+        model.save_pretrained(f"{folder}/target")
+    args = arguments(Eagle3Arguments, folder, steps=3, per_device_train_batch_size=4)
+    assert args.world_size == 2
+    torch.distributed.barrier()
+    split = LlamaForCausalLM.from_pretrained(f"{folder}/target", distributed_config=DistributedConfig(**layout))
+    trainer = Eagle3Trainer(drafter, split, args, data_collator=Pad(), train_dataset=texts())
+    trainer.train()
+    held = [part.to_local().numel() if isinstance(part, DTensor) else part.numel() for part in split.parameters()]
+    return {**record(trainer), "share": sum(held) / sum(part.numel() for part in model.parameters())}
 
 
 def gathered(trainer: DrafterTrainer, values: list[float]) -> list[list[float]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -34,8 +34,8 @@ class DrafterTrainingArguments(TrainingArguments):
     """Set up the training of a drafter: transformers' arguments with safer defaults, and what all methods share.
 
     ``loss``: kl, rkl, tv, lk, ce or jsd. ``chunk_size``: rows whose logits exist at a time. ``loss_reduction``: every
-    supervised ``token`` weighs the same, or every ``sequence``. ``eval_temperature``: of the texts that
-    ``eval_acceptance_length`` is told for.
+    supervised ``token`` weighs the same, or every ``sequence``. ``eval_temperature``: what eval texts were sampled at;
+    the figures of an evaluation are then those of both laws at that temperature (0: as in training).
     """
 
     learning_rate: float = 1e-4
@@ -175,10 +175,17 @@ class DrafterTrainer(Trainer):
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor, None, None]:
         """Add a batch to the evaluation; rows that were only repeated to even out the processes do not count."""
-        batch = self._prepare_inputs(self._once(inputs))
-        with torch.no_grad(), self.compute_loss_context_manager():
-            output = self.run(model, batch, wants_rates=True)
-        items = self.count(batch)
+        batch = self._once(inputs)
+        items = self.count(batch).to(self.args.device)  # DeepSpeed would round it with the batch
+        batch = self._prepare_inputs(batch)
+        usual = self.objective
+        if self.args.eval_temperature:  # best ids are the same at any
+            self.objective = replace(usual, temperature=self.args.eval_temperature)
+        try:
+            with torch.no_grad(), self.compute_loss_context_manager():
+                output = self.run(model, batch, wants_rates=True)
+        finally:
+            self.objective = usual
         more = {}
         if output.rates is not None:
             found = renewal(output.rates, batch["loss_mask"], batch.get("document_ids"))
@@ -189,7 +196,10 @@ class DrafterTrainer(Trainer):
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         """Evaluate: the loss per supervised token over all processes, agreement per depth, acceptance length."""
         self.tallies["eval"].clear()
+        fresh = not self.accelerator._models
         result = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        if fresh and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            self._unprepare()
         found = self.tallies["eval"].told(self.accelerator)
         result.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in found.items()})
         return result
@@ -208,6 +218,14 @@ class DrafterTrainer(Trainer):
             folder = Path(self.args.output_dir)
             name = self.hub_model_id or kwargs.get("model_name") or folder.name
             write_card(folder, CardOptions(name=str(name)), overwrite=True)
+
+    def _unprepare(self) -> None:
+        """Undo what an evaluation before training left: accelerate would not wrap the drafter, each process train alone."""
+        notes = vars(self.model)
+        notes.pop("_is_accelerate_prepared", None)
+        if notes.pop("_original_forward", None) is not None:  # autocast went around the class's own
+            notes.pop("forward", None)
+        self.accelerator._models.clear()
 
     def _scale(self) -> int:
         """Return by how many processes gradients are averaged; 1 where each counts for itself."""

@@ -179,14 +179,10 @@ def prepare_dataset(dataset: Data, tokenizer: Any = None, options: DataOptions |
     if tokenizer is not None:
         sample = next(iter(supervised))
         _LOG.info("a row, ⟦supervised⟧: %s", preview(sample["input_ids"], sample["loss_mask"], tokenizer))
-    if options.packing and "features_row" not in columns:
-        supervised = supervised.map(
-            _Pack(options.max_length),
-            batched=True,
-            batch_size=options.window,
-            remove_columns=["input_ids", "loss_mask"],
-        )
-    return supervised
+    if not options.packing:
+        return supervised
+    join, replaced = _Pack(options.max_length), ["input_ids", "loss_mask"]
+    return supervised.map(join, batched=True, batch_size=options.window, remove_columns=replaced)
 
 
 def _columns(dataset: Data) -> list[str]:

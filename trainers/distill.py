@@ -83,9 +83,12 @@ class DistillTrainer(DrafterTrainer):
         said, documents = self.features(batch), batch.get("document_ids")
         judged = batch["loss_mask"], self.objective, said["target_head"], documents, self.weights(batch), wants_rates
         lesson = Lesson(batch["input_ids"], (), said["last_hidden"], *judged)
-        given = {"attention_mask": batch["attention_mask"]} if documents is None else {"position_ids": places(documents)}
-        ids = lesson.input_ids.clamp(max=len(self.drafter.get_input_embeddings().weight) - 1)
-        head = self.drafter.get_output_embeddings()
+        given = (
+            {"attention_mask": batch["attention_mask"]} if documents is None else {"position_ids": places(documents)}
+        )
+        embedding, head = self.drafter.get_input_embeddings(), self.drafter.get_output_embeddings()
+        assert embedding is not None and head is not None
+        ids = lesson.input_ids.clamp(max=len(embedding.weight) - 1)
         with HeadLesson(head, lesson, self.factor, self.args.steps, self.args.sample) as learned:
             return learned.output(model(input_ids=ids, use_cache=False, **given).logits)
 

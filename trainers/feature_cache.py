@@ -137,6 +137,7 @@ class _Shards:
             "offsets": lengths.cumsum(0),
         }
         save_file(tensors, self.folder / name)
+        (self.folder / name).chmod(self.folder.stat().st_mode & 0o666)  # safetensors writes for the owner alone
         self.written.append({"file": name, "first": self.first, "rows": len(self.last)})
         self.first += len(self.last)
         self.features, self.last, self.held = [], [], 0

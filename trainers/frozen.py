@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Mapping, Sequence
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import gather, pad_across_processes
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -31,6 +33,13 @@ class FrozenTarget:
         self._checked = self._checked_packing = False
         settings = model.config.get_text_config(decoder=True).to_dict()
         self.softcap: float | None = settings.get("final_logit_softcapping")
+        self._sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        self._joint = int(model.tp_size or 1)
+        if self._joint > 1 and self._joint != PartialState().num_processes:
+            raise UnsupportedTarget(
+                f"the target is split over {self._joint} of {PartialState().num_processes} processes (tp_size): tensor "
+                "parallelism over all of them is required, or fsdp_size instead."
+            )
         known = inspect.signature(model.forward).parameters
         self._short = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
         self._head: Tensor | None = None
@@ -49,18 +58,26 @@ class FrozenTarget:
         Of the batch: ``input_ids``, ``attention_mask``, and ``document_ids`` where texts are packed: they stay apart.
         """
         documents = batch.get("document_ids")
-        if documents is not None and not self._checked_packing:
+        if documents is not None and not (self._checked_packing or self._sharded):  # all processes run it alike
             self._check_packing(batch["input_ids"], documents)
         hidden = self._run(batch["input_ids"], batch.get("attention_mask"), documents)
         return hidden[:-1], hidden[-1]
 
     def _run(self, ids: Tensor, mask: Tensor | None, documents: Tensor | None) -> tuple[Tensor, ...]:
-        given = {"attention_mask": mask} if documents is None else {"position_ids": places(documents)}
+        behind = mask if documents is None else places(documents)
+        given = {"input_ids": ids, "attention_mask" if documents is None else "position_ids": behind}
+        if self._joint > 1:
+            given = {name: joined(part) for name, part in given.items() if part is not None}
         with self._taps.on() as seen:
-            logits = self.model(input_ids=ids, use_cache=False, **given, **self._short).logits
+            logits = self.model(**given, use_cache=False, **self._short).logits
             hidden = self._taps.read(seen, self.device)
+        last = hidden[-1][:, -1]
+        if self._joint > 1:
+            first = PartialState().process_index * len(ids)
+            own = slice(first, first + len(ids))
+            hidden = tuple(part[own, : ids.shape[1]] for part in hidden)
         if not self._checked:
-            self._check_head(hidden[-1][:, -1], logits[:, -1].to(self.device))
+            self._check_head(last, logits[:, -1].to(self.device))
         return hidden
 
     def _check_head(self, states: Tensor, logits: Tensor) -> None:
@@ -92,6 +109,11 @@ class FrozenTarget:
                 f"{type(self.model).__name__} lets packed texts see each other (it does not tell them apart by their "
                 "positions): set packing=False."
             )
+
+
+def joined(part: Tensor) -> Tensor:
+    """Return the rows of all processes: those that share a model's layers must run the same batch."""
+    return gather(pad_across_processes(part, dim=1))
 
 
 def prepared(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from hf_specgen.errors import SpecGenError
 
+_CPU_ELEMENTS = 1 << 24  # of a chunk's logits
+
 
 @dataclass(frozen=True)
 class HeadLoss:
@@ -40,8 +42,8 @@ class Objective:
     ``kind``: ``kl`` KL(p, q); ``rkl`` KL(q, p); ``tv`` total variation, 1 - alpha; ``lk`` -log alpha; ``ce`` -log q of
     the label; ``jsd`` beta KL(p, m) + (1 - beta) KL(q, m) with m = beta p + (1 - beta) q. With a reduced vocabulary
     ``kl``, ``rkl`` and ``jsd`` see p normalised on it, ``tv`` and ``lk`` all of p.
-    ``chunk``: rows whose logits exist at once. ``temperature`` divides both heads' logits; ``softcap`` is the target's
-    ``final_logit_softcapping``. ``gate``: rows whose best token the drafter cannot write add nothing to the loss.
+    ``chunk``: rows whose logits exist at once, at most. ``temperature`` divides both heads' logits; ``softcap`` is the
+    target's ``final_logit_softcapping``. ``gate``: rows whose best token the drafter cannot write add no loss.
 
     Source: KL, reverse KL, JSD and TV for drafters: Zhou et al. 2024 (DistillSpec), section 4; the gate: Li et al. 2025
     (EAGLE-3), as its published training code masks rows.
@@ -142,10 +144,10 @@ class _Job:
 
 @dataclass
 class Laws:
-    """Hold both laws of some rows. A formula comes last and may overwrite ``log_q``, ``q``, ``log_p`` and ``p``.
+    """Hold both laws of some rows. A formula comes last and may overwrite all that is ``(n, Vd)``; ``spare`` is junk.
 
-    Shapes: ``log_q, q, log_p, p (n, Vd)``; ``mass (n, 1)``: of the target's law on the draft vocabulary, ``p`` is
-    normalised on it; ``labels (n)`` draft ids (-1: none) or None.
+    Shapes: ``log_q, q, log_p, p, spare (n, Vd)``; ``mass (n, 1)``: of the target's law on the draft vocabulary, where
+    ``p`` is normalised; ``labels (n)`` draft ids (-1: none) or None.
     """
 
     log_q: Tensor
@@ -153,6 +155,7 @@ class Laws:
     log_p: Tensor
     p: Tensor
     mass: Tensor
+    spare: Tensor
     labels: Tensor | None
     beta: float
 
@@ -179,7 +182,7 @@ def _rkl(laws: Laws) -> tuple[Tensor, Slope]:
 
 def _tv(laws: Laws) -> tuple[Tensor, Slope]:
     gap = torch.sub(laws.q, laws.p.mul_(laws.mass), out=laws.log_q)
-    value = 0.5 * (gap.abs().sum(-1) + (1 - laws.mass[:, 0]))
+    value = 0.5 * (torch.abs(gap, out=laws.spare).sum(-1) + (1 - laws.mass[:, 0]))
 
     def slope() -> Tensor:
         sign = gap.sign_().mul_(0.5)
@@ -190,10 +193,10 @@ def _tv(laws: Laws) -> tuple[Tensor, Slope]:
 
 def _lk(laws: Laws) -> tuple[Tensor, Slope]:
     p = laws.p.mul_(laws.mass)
-    alpha = torch.minimum(p, laws.q).sum(-1).clamp_(min=torch.finfo(p.dtype).tiny)
+    alpha = torch.minimum(p, laws.q, out=laws.spare).sum(-1).clamp_(min=torch.finfo(p.dtype).tiny)
 
     def slope() -> Tensor:
-        below = torch.lt(laws.q, p).to(p.dtype)
+        below = torch.lt(laws.q, p, out=laws.spare)
         below.sub_(_dot(laws.q, below)[:, None])
         return below.mul_(laws.q).div_(-alpha[:, None])
 
@@ -202,7 +205,7 @@ def _lk(laws: Laws) -> tuple[Tensor, Slope]:
 
 def _jsd(laws: Laws) -> tuple[Tensor, Slope]:
     beta = laws.beta
-    log_m = torch.lerp(laws.q, laws.p, beta).clamp_(min=torch.finfo(laws.q.dtype).tiny).log_()
+    log_m = torch.lerp(laws.q, laws.p, beta, out=laws.spare).clamp_(min=torch.finfo(laws.q.dtype).tiny).log_()
     to_p = _dot(laws.p, laws.log_p.sub_(log_m))
     gap = laws.log_q.sub_(log_m)
     to_q = _dot(laws.q, gap)
@@ -232,7 +235,7 @@ class _Chunked(torch.autograd.Function):
         head = weight.to(_computed_in(states, weight))
         with torch.autocast(states.device.type, enabled=False):
             found = _Sums(states, weight, head, job, ctx.needs_input_grad)
-            for part in _parts(job, len(states)):
+            for part in _parts(job, len(states), _at_once(job, weight)):
                 found.add(part)
         ctx.save_for_backward(found.by_states, found.by_weight)
         ctx.dtypes = states.dtype, weight.dtype
@@ -256,9 +259,15 @@ class _Part:
     local: Tensor | None
 
 
-def _parts(job: _Job, count: int) -> Iterator[_Part]:
+def _at_once(job: _Job, weight: Tensor) -> int:
+    """Return how many rows a chunk has: on a CPU, more than what fills this much memory take no less time."""
+    width = len(weight) if job.teacher is None else len(job.teacher.weight)
+    asked = job.objective.chunk
+    return asked if weight.device.type != "cpu" else min(asked, max(1, _CPU_ELEMENTS // width))
+
+
+def _parts(job: _Job, count: int, chunk: int) -> Iterator[_Part]:
     """Yield chunks of rows; rows that share a teacher come together."""
-    chunk = job.objective.chunk
     if job.index is None or job.teacher is None:
         for start in range(0, count, chunk):
             rows = slice(start, min(start + chunk, count))
@@ -272,12 +281,28 @@ def _parts(job: _Job, count: int) -> Iterator[_Part]:
         yield _Part(order[start:end], slice(first, last + 1), index[start:end] - first)
 
 
+class _Space:
+    """Lend tensors that every chunk uses again: on a CPU, fresh pages cost more than what is computed in them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lent: dict[str, Tensor] = {}
+
+    def lend(self, name: str, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        """Return ``(rows, width)`` of junk: the same memory for the same name."""
+        known = self._lent.get(name)
+        if known is None or known.numel() < rows * width or known.dtype != dtype:
+            known = self._lent[name] = torch.empty(rows * width, dtype=dtype, device=self._device)
+        return known[: rows * width].view(rows, width)
+
+
 class _Sums:
     """Add up chunks: the loss, what is known about each row, and the gradients that are asked for."""
 
     def __init__(self, states: Tensor, weight: Tensor, head: Tensor, job: _Job, needed: tuple[bool, ...]) -> None:
         self._job, self._states, self._weight, self._inverse = job, states, head, job.inverse()
         self._kind = torch.promote_types(self._weight.dtype, torch.float32)
+        self._space = _Space(states.device)
         count = len(states)
         self.loss = states.new_zeros((), dtype=self._kind)
         self.alpha, self.ratio = (states.new_zeros(count, dtype=torch.float32) for _ in range(2))
@@ -290,16 +315,16 @@ class _Sums:
         """Read one chunk of rows."""
         job, objective = self._job, self._job.objective
         states = self._states[part.rows].to(self._weight.dtype)
-        log_q = self._law(states @ self._weight.T)
+        log_q, q = self._law("q", states, self._weight)
         best = log_q.argmax(-1)
         weights = job.weights[part.rows].to(self._kind)
         labels, reachable = self._labels(part)
         if labels is not None and objective.kind == "ce":
             weights = weights * reachable
         if job.teacher is None:
-            laws = self._alone(part, log_q, best, labels, reachable)
+            laws = self._alone(part, log_q, q, best, labels, reachable)
         else:
-            laws, gate = self._beside(part, job.teacher, log_q, best, labels)
+            laws, gate = self._beside(part, job.teacher, log_q, q, best, labels)
             if objective.gate and objective.kind != "ce":
                 weights = weights * gate
         value, slope = FORMULAS[objective.kind](laws)
@@ -318,9 +343,45 @@ class _Sums:
         elif self.by_weight is not None:
             self.by_weight += slope.T @ states
 
-    def _law(self, logits: Tensor) -> Tensor:
-        temperature = self._job.objective.temperature
-        return (logits if temperature == 1 else logits / temperature).log_softmax(-1, dtype=self._kind)
+    def _law(
+        self, name: str, states: Tensor, weight: Tensor, bias: Tensor | None = None, softcap: float | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities of some states under a head, and as much junk."""
+        rows, width = len(states), len(weight)
+        logits = torch.mm(states, weight.T, out=self._space.lend(f"{name} logits", rows, width, states.dtype))
+        if bias is not None:
+            logits.add_(bias)
+        if softcap is not None:
+            logits.div_(softcap).tanh_().mul_(softcap)
+        spare = logits
+        if logits.dtype != self._kind:
+            spare = self._space.lend(f"{name} exact", rows, width, self._kind).copy_(logits)
+        if self._job.objective.temperature != 1:
+            spare.div_(self._job.objective.temperature)
+        law = self._space.lend(f"{name} law", rows, width, self._kind)
+        return torch.ops.aten._log_softmax.out(spare, -1, False, out=law), spare
+
+    def _taught(self, teacher: _Teacher, part: _Part) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Run the target's head once per state.
+
+        Returns: ``(n, Vd)`` log-probabilities of the draft vocabulary and as much junk, ``(n, 1)`` the logarithm of
+        what they add up to, ``(n)`` the best ids of all.
+        """
+        states = teacher.states[part.teacher].to(teacher.weight.dtype)
+        law, spare = self._law("p", states, teacher.weight, teacher.bias, self._job.objective.softcap)
+        wanted, rows = law.argmax(-1), self._job.rows
+        if rows is not None:
+            law = torch.index_select(law, 1, rows, out=self._space.lend("p kept", len(law), len(rows), self._kind))
+            spare = self._space.lend("p kept exact", len(law), len(rows), self._kind)
+            within = law.logsumexp(-1, keepdim=True)
+        else:
+            within = torch.zeros_like(law[:, :1])
+        if part.local is not None:
+            wanted, within = wanted[part.local], within[part.local]
+            count, width = len(part.local), law.shape[1]
+            law = torch.index_select(law, 0, part.local, out=self._space.lend("p shared", count, width, self._kind))
+            spare = self._space.lend("p shared exact", count, width, self._kind)
+        return law, spare, within, wanted
 
     def _labels(self, part: _Part) -> tuple[Tensor | None, Tensor]:
         """Return the labels as draft ids, -1 where the drafter has none, and where it has one."""
@@ -333,52 +394,43 @@ class _Sums:
             here = torch.where(here < size, self._inverse[here.clamp(0, size - 1)], -1)
         return here, (here >= 0) & (here < len(self._weight))
 
-    def _alone(self, part: _Part, log_q: Tensor, best: Tensor, labels: Tensor | None, known: Tensor) -> Laws:
+    def _alone(
+        self, part: _Part, log_q: Tensor, spare: Tensor, best: Tensor, labels: Tensor | None, known: Tensor
+    ) -> Laws:
         """Judge by labels alone."""
         assert labels is not None
-        q = log_q.exp()
+        q = torch.exp(log_q, out=spare)
         at = q.gather(1, labels.clamp(0, q.shape[1] - 1)[:, None])[:, 0] * known
         self.hits[part.rows] = self.match[part.rows] = best == labels
         self.alpha[part.rows] = self.ratio[part.rows] = at.float()
-        return Laws(log_q, q, log_q, q, q[:, :1], labels.clamp(max=q.shape[1] - 1), self._job.objective.beta)
+        labels = labels.clamp(max=q.shape[1] - 1)
+        return Laws(log_q, q, log_q, q, q[:, :1], q, labels, self._job.objective.beta)
 
     def _beside(
-        self, part: _Part, teacher: _Teacher, log_q: Tensor, best: Tensor, labels: Tensor | None
+        self, part: _Part, teacher: _Teacher, log_q: Tensor, spare: Tensor, best: Tensor, labels: Tensor | None
     ) -> tuple[Laws, Tensor]:
         """Judge beside the target's law. Returns: the laws, and where the drafter can write the target's best token."""
         job, objective = self._job, self._job.objective
-        log_all = self._law(_scored(teacher, part.teacher, objective.softcap))
-        wanted = log_all.argmax(-1)
-        chosen = log_all if job.rows is None else log_all.index_select(1, job.rows)
-        within = chosen.logsumexp(-1, keepdim=True) if job.rows is not None else torch.zeros_like(chosen[:, :1])
-        if part.local is not None:
-            chosen, within, wanted = (t.index_select(0, part.local) for t in (chosen, within, wanted))
+        chosen, p, within, wanted = self._taught(teacher, part)
+        q, mass = torch.exp(log_q, out=spare), within.exp()
+        p = torch.exp(chosen, out=p)
+        alone = self._space.lend("alone", len(q), q.shape[1], self._kind)
+        alpha = torch.minimum(p, q, out=alone).sum(-1).float()
         means = best if job.rows is None else job.rows[best]
-        q, mass = log_q.exp(), within.exp()
-        p = chosen.exp()
-        alpha = torch.minimum(p, q).sum(-1).float()
         self.hits[part.rows] = self.match[part.rows] = means == wanted
         self.alpha[part.rows] = self.ratio[part.rows] = alpha
         if labels is not None:
             at = labels.clamp(0, q.shape[1] - 1)[:, None]
-            ratio = (log_q - chosen).gather(1, at)[:, 0].clamp(max=0).exp() * (labels >= 0)
+            ratio = (log_q.gather(1, at) - chosen.gather(1, at))[:, 0].clamp(max=0).exp() * (labels >= 0)
             self.match[part.rows], self.ratio[part.rows] = best == labels, ratio.float()
         gate = torch.ones_like(wanted, dtype=torch.bool)
         if job.rows is not None and self._inverse is not None:
             gate = self._inverse[wanted] >= 0
             chosen, p = chosen.sub_(within), p.div_(mass.clamp(min=torch.finfo(mass.dtype).tiny))
-        return Laws(log_q, q, chosen, p, mass, labels, objective.beta), gate
+        return Laws(log_q, q, chosen, p, mass, alone, labels, objective.beta), gate
 
 
 def _computed_in(states: Tensor, weight: Tensor) -> torch.dtype:
     """Return the dtype of the head's product: autocast's, else the weight's, as the drafter computes when it drafts."""
     device = states.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-
-
-def _scored(teacher: _Teacher, rows: slice, softcap: float | None) -> Tensor:
-    """Return the target's logits of some rows, in its own dtype as it makes them."""
-    logits = teacher.states[rows].to(teacher.weight.dtype) @ teacher.weight.T
-    if teacher.bias is not None:
-        logits = logits + teacher.bias
-    return logits if softcap is None else torch.tanh(logits / softcap) * softcap

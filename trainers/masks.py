@@ -66,10 +66,11 @@ class ChatReader:
 
         Raises: ``SpecGenError`` when the template leaves it open where an answer stands.
         """
-        answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant" and i >= max(first, 1)]
+        every = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+        answers = [i for i in every if i >= max(first, 1)]
         if self.options.turns == "last":
             answers = answers[-1:]
-        if self.marks_answers and first <= 1 and self.options.turns == "all":
+        if self.marks_answers and answers == every:
             ids, runs = self._marked(messages, tools, bool(answers))
         else:
             ids, runs = self._rendered(messages, answers, tools)

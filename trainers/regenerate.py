@@ -289,8 +289,9 @@ def write_parquet(rows: Path, out: Path) -> None:
     """Write a finished file of answers as parquet, in the order of the prompts."""
     from datasets import load_dataset
 
-    found = load_dataset("json", data_files=str(rows), split="train").sort("index")
-    found.to_parquet(str(out))
+    found = load_dataset("json", data_files=str(rows), split="train")
+    places = found["index"][:]
+    found.select(sorted(range(len(places)), key=places.__getitem__)).to_parquet(str(out))
 
 
 def chat_prompts(dataset: Any, limit: int | None = None) -> list[list[dict[str, Any]]]:

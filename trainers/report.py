@@ -43,13 +43,8 @@ _TOLD = (
 Figures = dict[str, Any]
 
 
-def figures(
-    trainer: DrafterTrainer, about: Mapping[str, Any], worth: Worth | None, untrained: Mapping[str, float] | None = None
-) -> Figures:
-    """Return a finished training in plain values.
-
-    ``about``: what it was trained on, in the caller's words; ``untrained``: what an evaluation said before it.
-    """
+def figures(trainer: DrafterTrainer, about: Mapping[str, Any], worth: Worth | None) -> Figures:
+    """Return a finished training in plain values; ``about``: what it was trained on, in the caller's words."""
     args, state = trainer.args, trainer.state
     known = args.to_dict()
     precision = "bfloat16 autocast" if args.bf16 else "float16 autocast" if args.fp16 else "float32"
@@ -63,7 +58,7 @@ def figures(
         "arguments": {name: known[name] for name in _TOLD if known.get(name) is not None},
         "machine": machine(trainer.args.device),
         "evaluation": last_evaluation(state),
-        "curve": curve([*([{"step": 0, **untrained}] if untrained else []), *state.log_history]),
+        "curve": curve(state.log_history),
         "decoding": None if worth is None else worth.to_dict(),
     }
 

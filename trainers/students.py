@@ -30,7 +30,9 @@ class HeadLesson(AbstractContextManager["HeadLesson"]):
     multiplies the head's logits with. ``depth``: tokens of a draft that are told about; ``draws``: they are drawn.
     """
 
-    def __init__(self, head: nn.Module, lesson: Lesson, factor: float = 1.0, depth: int = 1, draws: bool = False) -> None:
+    def __init__(
+        self, head: nn.Module, lesson: Lesson, factor: float = 1.0, depth: int = 1, draws: bool = False
+    ) -> None:
         self._head, self._lesson, self._factor = head, lesson, factor
         self._depth, self._draws = depth, draws
         self._states = torch.empty(0)
@@ -88,9 +90,13 @@ class HeadLesson(AbstractContextManager["HeadLesson"]):
 def head_factor(model: PreTrainedModel) -> float:
     """Return what a model multiplies its head's logits with, mostly 1.
 
-    Raises: ``IncompatibleDrafter`` for a model that does more to its logits than that.
+    Raises: ``IncompatibleDrafter`` for a model without a head, or that does more to its logits than that.
     """
     head, training = model.get_output_embeddings(), model.training
+    if head is None:
+        raise IncompatibleDrafter(
+            f"{type(model).__name__} has no language-model head: load the small model with AutoModelForCausalLM."
+        )
     try:
         probe = FrozenTarget(model.eval(), (), model.device)
         probe.read({"input_ids": torch.arange(2, device=model.device)[None]})

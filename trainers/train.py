@@ -204,22 +204,22 @@ def train(job: Job, load: Load = open_target) -> dict[str, Any]:
     drafter, start = make_drafter(job, target, tokenizer, rows)
     for note in start:
         say(f"the drafter starts from: {note}")
+    args.eval_on_start = held_out is not None
     trainer = build(job, drafter, target, tokenizer, rows, held_out)
     prompts = prompts_of(held_out, options.decode_prompts)
     if options.decode_every and prompts:
         trainer.add_callback(AcceptanceCallback(trainer, prompts, options.decode_tokens, options.decode_every))
     before = decoded(trainer, prompts, options, args, None)
-    untrained = trainer.evaluate() if held_out is not None else {}
     begun = time.perf_counter()
     trainer.train(resume_from_checkpoint=resumed(args))
     seconds = time.perf_counter() - begun
-    if held_out is not None:
+    if held_out is not None and not is_evaluated(trainer):
         trainer.evaluate()
     worth = decoded(trainer, prompts, options, args, before)
     assert not isinstance(worth, float)
     trainer.save_model()
     about = {**described(job, rows), "start": "; ".join(start), "seconds": round(seconds, 1)}
-    found = figures(trainer, about, worth, untrained)
+    found = figures(trainer, about, worth)
     if trainer.is_world_process_zero():
         paths = write_report(args.output_dir, found)
         trainer.create_model_card()
@@ -229,6 +229,12 @@ def train(job: Job, load: Load = open_target) -> dict[str, Any]:
     if args.push_to_hub:
         trainer.push_to_hub()
     return found
+
+
+def is_evaluated(trainer: DrafterTrainer) -> bool:
+    """Tell whether the trained weights were evaluated already."""
+    steps = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    return steps[-1:] == [trainer.state.global_step]
 
 
 def _say(line: str) -> None:
@@ -342,9 +348,9 @@ def decoded(
 
 def draft_length(trainer: DrafterTrainer) -> int:
     """Return how many tokens are drafted for the figures before and after: as many as were trained, four at most."""
-    config = trainer.drafter.config.to_dict()
-    depth = config.get("num_heads") or trainer.args.to_dict().get("steps") or _LONGEST
-    return int(min(_LONGEST, depth))
+    heads = trainer.drafter.config.to_dict().get("num_heads")
+    steps = int(trainer.args.to_dict().get("steps") or 1)  # 1: trained for one, and drafts more all the same
+    return min(_LONGEST, int(heads or (steps if steps > 1 else _LONGEST)))
 
 
 def described(job: Job, rows: Any) -> dict[str, Any]:

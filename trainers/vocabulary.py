@@ -7,10 +7,12 @@ sampling".
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from datasets import Dataset
 from torch import Tensor
 
 from hf_specgen.errors import SpecGenError
@@ -38,10 +40,16 @@ def count_supervised(rows: Any, vocab_size: int, limit: int | None = None) -> Te
 
 
 def _supervised(rows: Any, limit: int | None) -> Iterable[Tensor]:
-    for number, row in enumerate(rows):
-        if limit is not None and number >= limit:
-            return
-        yield torch.as_tensor(row["input_ids"])[torch.as_tensor(row["loss_mask"], dtype=torch.bool)]
+    if isinstance(rows, Dataset):
+        known = rows if limit is None else rows.select(range(min(limit, len(rows))))
+        batches = known.select_columns(["input_ids", "loss_mask"]).with_format("numpy").iter(_ROWS)
+        pairs = (
+            (batch["input_ids"][i], batch["loss_mask"][i]) for batch in batches for i in range(len(batch["loss_mask"]))
+        )
+    else:
+        pairs = ((row["input_ids"], row["loss_mask"]) for row in islice(rows, limit))
+    for ids, mask in pairs:
+        yield torch.as_tensor(ids)[torch.as_tensor(mask, dtype=torch.bool)]
 
 
 def summed_over_processes(counts: Tensor, device: torch.device | str = "cpu") -> Tensor:

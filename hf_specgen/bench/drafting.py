@@ -158,12 +158,10 @@ class Clocked(Drafter):
     @contextmanager
     def _parts(self, parts: dict[str, float]) -> Iterator[None]:
         names = CLOCKED["medusa" if self.inner.method == "medusa" else "eagle"]
-        own = self.inner.__dict__
-        inner = {"head": MedusaDrafter.head} if "head" in names else {}
-        cls = type(self.inner)
+        methods, own = vars(type(self.inner)), self.inner.__dict__
         try:
             for name, part in names.items():
-                own[name] = _timed((inner.get(name) or vars(cls)[name]).__get__(self.inner), parts, part)
+                own[name] = _timed(methods[name].__get__(self.inner), parts, part)
             yield
         finally:
             for name in names:
@@ -257,7 +255,7 @@ def _step(target: PreTrainedModel, ids: torch.Tensor, tokens: int) -> float:
 
 def _generate(target: PreTrainedModel, ids: torch.Tensor, tokens: int, **settings: Any) -> float:
     begun = now()
-    target.generate(ids, max_new_tokens=tokens, do_sample=False, **settings)  # type: ignore[operator]
+    target.generate(ids, max_new_tokens=tokens, do_sample=False, **settings)
     return now() - begun
 
 

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import index
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
@@ -28,6 +29,12 @@ class Drafter(ABC):
     """Which of the target's hidden states a round must carry: boundary b is the residual stream after b decoder
     layers (0: the embeddings), ``FINAL`` (-1) what the language-model head reads, after the final norm."""
 
+    if not TYPE_CHECKING:  # checkers must still find misspelt names
+
+        def __getattr__(self, name: str) -> Any:
+            """Say what to do where transformers' own ``generate()`` was given a drafter as ``assistant_model``."""
+            raise missing(self, name)
+
     @property
     def draws(self) -> bool:
         """Tell whether tokens are drawn from the drafter's own law when the target samples."""
@@ -38,6 +45,15 @@ class Drafter(ABC):
 
         Raises: ``IncompatibleDrafter`` for a target it does not fit.
         """
+
+    def for_call(self, model: PreTrainedModel) -> Drafter:
+        """Attach, and return what drafts in one ``generate()``: this object, unless calls may overlap.
+
+        A drafter that keeps what belongs to a call returns a shallow copy of itself, so that calls of several threads,
+        or one inside another, do not meet.
+        """
+        self.attach(model)
+        return self
 
     @abstractmethod
     def begin(self, sequences: Sequences) -> None:
@@ -52,6 +68,17 @@ class Drafter(ABC):
 
     def observe(self, round: Round) -> None:  # noqa: B027 - a drafter without state has nothing to learn
         """Learn from a finished round (round zero is the prompt's)."""
+
+
+def missing(drafter: Drafter, name: str) -> AttributeError:
+    """Return the error of an attribute that a drafter lacks; these are what a model that is not enabled looks for."""
+    said = f"{type(drafter).__name__!r} object has no attribute {name!r}"
+    if name in ("config", "generation_config"):
+        said += (
+            ". If it was given to generate() as assistant_model=: call hf_specgen.enable(model) first, or pass "
+            "custom_generate=hf_specgen.SpeculativeDecoding(drafter)"
+        )
+    return AttributeError(said + ".")
 
 
 @dataclass

@@ -6,10 +6,8 @@ and pair i foretells token i + 2. Pairs of accepted tokens are always fed again 
 
 from __future__ import annotations
 
-import weakref
 from abc import abstractmethod
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +17,7 @@ from hf_specgen.costs import Costs, Rate
 from hf_specgen.draft import DenseQ, Draft, Round, Tree, spread
 from hf_specgen.drafter_config import DrafterConfig
 from hf_specgen.drafters.base import DraftLength, Pace
-from hf_specgen.drafters.growing import Grower, Laws, Plan
+from hf_specgen.drafters.growing import Grower, Laws, Plan, check_confidence, check_drawn
 from hf_specgen.drafters.layers import Rotary
 from hf_specgen.drafters.learned import LearnedDrafter
 from hf_specgen.drafters.pairs import PairCache
@@ -46,11 +44,6 @@ class FeatureDrafter(LearnedDrafter):
         self.rotary = Rotary(self.layer_config, config.layer_type)
         self.costs: Costs | None = None
         self.confidence: float | None = None
-        self._session: Session | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to a call."""
-        return {**super().__getstate__(), "_session": None}
 
     @abstractmethod
     def fuse(self, hidden: tuple[Tensor, ...]) -> Tensor:
@@ -98,10 +91,7 @@ class FeatureDrafter(LearnedDrafter):
                 f"the drafter is on {mine} and the target's embedding on {device}: one device is required. Call "
                 f"drafter.to({str(device)!r})."
             )
-        session = Session(self, sequences)
-        self._session = session
-        own, theirs = weakref.ref(self), weakref.ref(session)
-        weakref.finalize(sequences, _forget, own, theirs)  # interrupted or finished: the call leaves nothing behind
+        self.keep_session(Session(self, sequences), sequences)
 
     def propose(self, sequences: Sequences) -> Draft:
         """Read the target's features of what was accepted, then draft for the rows that are not finished."""
@@ -114,7 +104,7 @@ class FeatureDrafter(LearnedDrafter):
     @property
     def session(self) -> Session:
         """Return what the running call keeps. Raises: ``SpecGenError`` when there is none."""
-        if self._session is None:
+        if not isinstance(self._session, Session):
             raise SpecGenError(f"{type(self).__name__} drafts inside generate() only: begin() comes first.")
         return self._session
 
@@ -129,10 +119,7 @@ class Session:
         self.shape, self.pace, self._deepest = _choose(drafter, sequences, self.costs)
         asked = sequences.request.confidence
         self.confidence = (asked if asked is not None else drafter.confidence) or 0.0
-        if self.confidence and self.pace is None:
-            raise SpecGenError(
-                "a confidence threshold was given for a draft tree: it ends chains only. Use tree='chain', or drop it."
-            )
+        check_confidence(self.confidence, self.pace is not None)
         reserve = max(sequences.lengths) + sequences.budget + 1
         self.pairs = PairCache(drafter, drafter.layer_config, rows, device, reserve)
         self._ids = drafter.target_ids
@@ -198,12 +185,8 @@ def _choose(drafter: FeatureDrafter, sequences: Sequences, costs: Costs) -> tupl
     usual = chain if sequences.prompt.device.type == "cpu" or config.sample else DynamicShape()
     shape = parse_shape(config.tree, usual)
     draws = config.sample and not sequences.greedy
-    if isinstance(shape, DynamicShape) and draws:
-        raise SpecGenError(
-            "sample=True was asked for with a dynamic tree: which nodes it keeps depends on their probabilities, so "
-            "they are no fair draws. Use a chain or a fixed tree, or sample=False (the text follows the target's law "
-            "either way)."
-        )
+    if draws:
+        check_drawn(shape, sequences.rule)
     if isinstance(shape, StaticShape) and shape.is_chain and not any(shape.ranks):
         if draws and request.schedule is None and sequences.rule != "gumbel":
             request = replace(request, schedule="constant")  # what is drawn depends on the length: neighbours no
@@ -240,10 +223,3 @@ def _spread(draft: Draft, live: list[int], rows: int, per_row: bool) -> Draft:
         q = DenseQ(spread(q.logits, place, rows))
     tokens, n_valid = (spread(part, place, rows) for part in (draft.tokens, draft.n_valid))
     return replace(draft, tokens=tokens, tree=tree, n_valid=n_valid, q=q)
-
-
-def _forget(drafter: weakref.ref[FeatureDrafter], session: weakref.ref[Session]) -> None:
-    """Drop a session whose call is over."""
-    owner = drafter()
-    if owner is not None and owner._session is session():
-        owner._session = None

@@ -13,7 +13,9 @@ from hf_specgen.coins import Coins
 from hf_specgen.costs import Costs
 from hf_specgen.draft import DenseQ, Draft, Tree
 from hf_specgen.drafters.pairs import PairCache
-from hf_specgen.drafters.trees import ABSENT, DynamicShape, Growth, StaticShape
+from hf_specgen.drafters.trees import ABSENT, DynamicShape, Growth, Shape, StaticShape
+from hf_specgen.errors import SpecGenError
+from hf_specgen.lossy import Typical
 from hf_specgen.sequences import Sequences
 
 
@@ -83,10 +85,15 @@ class Laws:
             return torch.cat([self.sequences.prefix(self.live[place // width]), texts[place : place + 1]], 1)
 
         scores = self.sequences.warp(wide, self._owners.repeat_interleave(width), prefix).view(rows, width, -1)
-        if self.couples:
-            place = torch.arange(rows, device=scores.device)
-            scores = scores + self.coins.gumbel(place, paths.shape[-1], scores.shape[-1])[:, None].to(scores.dtype)
         return scores if self.ids is None else scores[..., self.ids]
+
+    def coupled(self, scores: Tensor, depth: int) -> Tensor:
+        """Add the noise that the target will pick its token at a depth with, where it is shared."""
+        if not self.couples:
+            return scores
+        place = torch.arange(len(scores), device=scores.device)
+        noise = self.coins.gumbel(place, depth - 1, self.sequences.vocab_size).to(scores.dtype)
+        return scores + (noise if self.ids is None else noise[:, self.ids])[:, None]
 
     def widened(self, scores: Tensor) -> Tensor:
         """Return scores over the target's ids: those that the drafter lacks are impossible for it."""
@@ -133,6 +140,29 @@ def _unless_all(places: list[int], count: int, device: torch.device) -> Tensor |
     return None if places == list(range(count)) else torch.tensor(places, device=device)
 
 
+def check_drawn(shape: Shape, rule: str | Typical) -> None:
+    """Refuse shapes whose nodes cannot be drawn, or that the rule cannot judge then. Raises: ``SpecGenError``."""
+    if isinstance(shape, DynamicShape):
+        raise SpecGenError(
+            "sample=True was asked for with a dynamic tree: which nodes it keeps depends on their probabilities, so "
+            "they are no fair draws. Use a chain or a fixed tree, or sample=False (the text follows the target's law "
+            "either way)."
+        )
+    if rule == "block" and not shape.is_chain:
+        raise SpecGenError(
+            "rule='block' judges chains only and the drafter draws a tree (sample=True): use tree='chain', "
+            "rule='rejection', or sample=False."
+        )
+
+
+def check_confidence(confidence: float, is_chain: bool) -> None:
+    """Refuse a threshold for trees. Raises: ``SpecGenError``."""
+    if confidence and not is_chain:
+        raise SpecGenError(
+            "a confidence threshold was given for a draft tree: it ends chains only. Use tree='chain', or drop it."
+        )
+
+
 @dataclass(frozen=True)
 class Grower:
     """Grow the draft of one round for the live rows of a cache."""
@@ -156,7 +186,7 @@ class Grower:
                 self._stop_unsure(scores, depth, wanted, confidence)
                 if depth > max(wanted):
                     break
-            ids = self._pick(shape, depth, scores)
+            ids = self._pick(shape, depth, self.laws.coupled(scores, depth))
             tokens.append(self.model.to_target(ids))
             if self.laws.draws:
                 drawn.append(shape.laws(depth, scores))
@@ -186,7 +216,7 @@ class Grower:
         deepest = min(shape.depth, max(wanted))
         for depth in range(1, deepest + 1):
             scores = self.laws.scores(self.model.logits(states), paths)
-            ids, parents = growth.add(scores.float().log_softmax(-1))
+            ids, parents = growth.add(self.laws.coupled(scores, depth).float().log_softmax(-1))
             if depth == deepest:
                 break
             chosen = self.model.to_target(ids)

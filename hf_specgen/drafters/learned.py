@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import tempfile
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,17 +14,19 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, cast
 import torch
 import torch.nn.functional as F
 from huggingface_hub import HfApi
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_specgen.card import CARD, CardOptions, write_card
 from hf_specgen.drafter_config import DrafterConfig
-from hf_specgen.drafters.base import Drafter
+from hf_specgen.drafters.base import Drafter, missing
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError
 from hf_specgen.facts import TargetFacts, whole
 from hf_specgen.files import hub_errors
 from hf_specgen.formats.base import Checkpoint, ReadOptions, layout_named
 from hf_specgen.hub import Opened, Report, open_checkpoint
+from hf_specgen.sequences import Sequences
 
 _EMBEDDING = "embed_tokens.weight"
 _ROWS = 4096  # of an embedding that are compared at once
@@ -41,6 +44,22 @@ class TargetParts:
     head: nn.Module
     device: torch.device
     dtype: torch.dtype
+    scale: float = 1.0
+    cap: float | None = None
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Return what the target makes of states ``(..., H)`` behind its final norm: its head, its factor, its cap."""
+        scores = cast(Tensor, self.head(states.to(self.dtype)))
+        scores = scores.to(states.device)  # the head of a model spread over devices may be on another one
+        scores = scores if self.scale == 1 else scores * self.scale
+        return scores if self.cap is None else self.cap * torch.tanh(scores / self.cap)
+
+    def belong_to(self, model: PreTrainedModel) -> bool:
+        """Tell whether they are still a model's: it may have moved, or have got another head."""
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        same = embedding is not None and embedding.weight is self.embedding and head is self.head
+        facts = replace(TargetFacts.of_config(model.config), fingerprint=self.facts.fingerprint) if same else None
+        return facts == self.facts and (self.embedding.device, model.dtype) == (self.device, self.dtype)
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> TargetParts:
@@ -52,7 +71,7 @@ class TargetParts:
                 "required. Load the target with AutoModelForCausalLM."
             )
         weight = whole(cast(Tensor, embedding.weight))
-        return cls(TargetFacts.of(model), weight, head, weight.device, model.dtype)
+        return cls(TargetFacts.of(model), weight, head, weight.device, model.dtype, *_behind_head(model))
 
 
 class HeadLoss(Protocol):
@@ -116,11 +135,18 @@ class LearnedDrafter(PreTrainedModel, Drafter):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)
         self._parts: TargetParts | None = None
+        self._session: object | None = None
         self.report = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Look where modules keep their parts; say what to do where a model that is not enabled was given a drafter."""
+        if name == "generation_config":
+            raise missing(self, name)
+        return super().__getattr__(name)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the target out: copies and pickles of a drafter never hold it, they take it again when they draft."""
-        return {**self.__dict__, "_parts": None}
+        return {**self.__dict__, "_parts": None, "_session": None}
 
     @property
     def parts(self) -> TargetParts:
@@ -148,12 +174,24 @@ class LearnedDrafter(PreTrainedModel, Drafter):
 
         Raises: ``IncompatibleDrafter`` for other sizes. Warns: when the fingerprint is another target's.
         """
-        known = self._parts
-        if known is not None and known.embedding is model.get_input_embeddings().weight and known.dtype == model.dtype:
+        if self._parts is not None and self._parts.belong_to(model):
             return
         parts = TargetParts.of(model)
         self.check_target(parts.facts)
         self._parts = parts
+
+    def for_call(self, model: PreTrainedModel) -> LearnedDrafter:
+        """Attach, and return a shallow copy: the weights are the same, what belongs to the call is its own."""
+        self.attach(model)
+        call = copy.copy(self)
+        call._parts = self._parts
+        call.attach(model)  # another thread may have attached another target meanwhile
+        return call
+
+    def keep_session(self, session: object, sequences: Sequences) -> None:
+        """Hold what belongs to a call until its ``sequences`` go: finished or interrupted, it leaves nothing behind."""
+        self._session = session
+        weakref.finalize(sequences, _forget, weakref.ref(self), weakref.ref(session))
 
     def check_target(self, facts: TargetFacts) -> None:
         """Compare the sizes a drafter was made for with a target's. Raises and warns as ``attach`` does."""
@@ -177,7 +215,7 @@ class LearnedDrafter(PreTrainedModel, Drafter):
         own = self._modules.get("lm_head")
         if own is not None:
             return cast(Tensor, own(states))
-        return cast(Tensor, self.parts.head(states.to(self.parts.dtype)))
+        return self.parts.logits(states)
 
     def checkpoint(self) -> Checkpoint:
         """Return config and tensors as a layout's ``write`` takes them."""
@@ -289,6 +327,21 @@ class LearnedDrafter(PreTrainedModel, Drafter):
         return str(done.commit_url)
 
 
+def _behind_head(model: PreTrainedModel) -> tuple[float, float | None]:
+    """Return by what a target multiplies its head's output, and at what it caps it (None: it does not)."""
+    settings = model.config.get_text_config(decoder=True).to_dict()
+    scale, divisor = float(settings.get("logit_scale") or 1.0), float(settings.get("logits_scaling") or 1.0)
+    cap = settings.get("final_logit_softcapping")
+    return scale / divisor, float(cap) if cap else None
+
+
+def _forget(drafter: weakref.ref[LearnedDrafter], session: weakref.ref[object]) -> None:
+    """Drop a session whose call is over."""
+    owner = drafter()
+    if owner is not None and owner._session is session():
+        owner._session = None
+
+
 def assemble(kind: type[AnyLearned], found: Checkpoint, dtype: torch.dtype, device: torch.device) -> AnyLearned:
     """Build a drafter whose every tensor is the checkpoint's; integers and masks keep their dtype.
 
@@ -317,7 +370,7 @@ def skeleton(kind: type[AnyLearned], config: DrafterConfig) -> AnyLearned:
             return kind(config)
     except SpecGenError:
         raise
-    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+    except (KeyError, ValueError, TypeError, RuntimeError, StrictDataclassError) as error:
         raise IncompatibleDrafter(
             f"the config of the checkpoint builds no {kind.__name__}: {type(error).__name__}: {error}. Get it anew."
         ) from error

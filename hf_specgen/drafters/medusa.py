@@ -16,6 +16,7 @@ from hf_specgen.costs import Costs, Rate
 from hf_specgen.draft import DenseQ, Draft, Round, Tree, spread
 from hf_specgen.drafter_config import DrafterConfig
 from hf_specgen.drafters.base import DraftLength, Pace
+from hf_specgen.drafters.growing import check_confidence, check_drawn
 from hf_specgen.drafters.learned import LearnedDrafter, Objective, TrainingOutput
 from hf_specgen.drafters.trees import ABSENT, DynamicShape, Growth, Shape, StaticShape, parse_shape, top
 from hf_specgen.drafters.unrolling import Lesson, chosen, told, weighted
@@ -69,11 +70,6 @@ class MedusaDrafter(LearnedDrafter):
         if config.reduces_vocabulary:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         self.costs: Costs | None = None
-        self._session: _Session | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave the target and the texts of a call out of copies and pickles."""
-        return {**super().__getstate__(), "_session": None}
 
     @classmethod
     def for_target(
@@ -94,6 +90,7 @@ class MedusaDrafter(LearnedDrafter):
         drafter = cls(DrafterConfig(cls.method, **{**sizes, **settings})).to(model.device)
         drafter.attach(model)
         weight = whole(drafter.parts.head.get_parameter("weight").detach())[known.to(model.device)]
+        weight = weight * drafter.parts.scale
         with torch.no_grad():
             for name, parameter in drafter.named_parameters():
                 parameter.zero_() if ".linear." in name else parameter.copy_(weight)
@@ -188,7 +185,7 @@ class MedusaDrafter(LearnedDrafter):
         features = self.get_submodule(str(number))(states)
         if self.config.own_head:
             return torch.as_tensor(features)
-        return torch.as_tensor(self.parts.head(features.to(self.parts.dtype)))
+        return self.parts.logits(features)
 
     @property
     def target_ids(self) -> Tensor | None:
@@ -199,13 +196,14 @@ class MedusaDrafter(LearnedDrafter):
     def begin(self, sequences: Sequences) -> None:
         """Settle what to draft.
 
-        Raises: ``SpecGenError`` for a tree that is deeper than there are heads, or that cannot be drawn.
+        Raises: ``SpecGenError`` for a tree that is deeper than there are heads or that cannot be drawn, and for a
+        threshold for trees.
         """
-        self._session = _Session(self, sequences)
+        self.keep_session(_Session(self, sequences), sequences)
 
     @property
     def _open(self) -> _Session:
-        if self._session is None:
+        if not isinstance(self._session, _Session):
             raise SpecGenError("MedusaDrafter was asked for a draft before begin(): the loop calls begin() first.")
         return self._session
 
@@ -236,8 +234,10 @@ class _Session:
         self._pace = Pace(length, Rate(0.6, 0.7))
         number = asked.num_tokens if asked.num_tokens is not None else config.num_tokens
         self._shape = _bounded(_shape(drafter, self._device), None if number is None else length.num_tokens)
-        self._check(sequences)
+        if self._draws:
+            check_drawn(self._shape, sequences.rule)
         self._confidence = asked.confidence or 0.0
+        check_confidence(self._confidence, self._is_chain)
         self._parts: dict[int, tuple[StaticShape, Tree]] = {}
         ids = drafter.target_ids
         self._ids = None if ids is None else ids.to(self._device)
@@ -250,15 +250,6 @@ class _Session:
     @property
     def _is_chain(self) -> bool:
         return isinstance(self._shape, StaticShape) and self._shape.is_chain
-
-    def _check(self, sequences: Sequences) -> None:
-        if self._draws and isinstance(self._shape, DynamicShape):
-            raise SpecGenError(
-                "sample=True was asked for together with a dynamic tree: its nodes are picked by their probability, "
-                "and drawn tokens may not be. Use tree='chain', a list of paths, or sample=False."
-            )
-        if self._draws and sequences.rule == "block" and not self._is_chain:
-            raise SpecGenError("rule='block' judges chains only and the drafter draws a tree: use tree='chain'.")
 
     def observe(self, round: Round) -> None:
         """Take the state of the last accepted node, of the prompt's end in round zero."""
@@ -367,7 +358,7 @@ class _Session:
 
     def _stop_unsure(self, scores: Tensor, depth: int, wanted: list[int]) -> None:
         """End chains at a token whose law is flat. The law is known before its token is drawn: nothing is biased."""
-        if not (self._confidence and self._is_chain):
+        if not self._confidence:
             return
         best = torch.softmax(scores[:, 0].float(), -1).amax(-1).tolist()
         for row, probability in enumerate(best):

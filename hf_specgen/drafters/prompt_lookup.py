@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 
 import torch
+from transformers import PreTrainedModel
 
 from hf_specgen.costs import Costs, Rate
 from hf_specgen.draft import Draft, Round, Tree
@@ -93,6 +95,10 @@ class PromptLookup(Drafter):
         self.num_tokens, self.max_ngram, self.min_ngram = num_tokens, max_ngram, min_ngram
         self.branches, self.other_rows, self.costs = branches, other_rows, costs
         self._corpus = [Source(max_ngram, branches, [int(token) for token in text]) for text in corpus]
+
+    def for_call(self, model: PreTrainedModel) -> PromptLookup:
+        """Return a copy: calls may overlap."""
+        return copy(self)
 
     def begin(self, sequences: Sequences) -> None:
         """Index the prompts."""

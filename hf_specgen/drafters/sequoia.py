@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import NamedTuple
 
 import torch
@@ -186,6 +187,13 @@ class Measured(Drafter):
         """Do as the drafter does."""
         self.inner.attach(model)
         self.hidden_layers = self.inner.hidden_layers
+
+    def for_call(self, model: PreTrainedModel) -> Measured:
+        """Return a copy around the drafter's own; the counts are those of all calls."""
+        self.attach(model)
+        call = copy(self)
+        call.inner = self.inner.for_call(model)
+        return call
 
     def begin(self, sequences: Sequences) -> None:
         """Do as the drafter does."""

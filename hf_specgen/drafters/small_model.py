@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 
 import torch
@@ -49,6 +50,10 @@ class SmallModel(Drafter):
     def draws(self) -> bool:
         """Tell whether ``sample`` was asked for."""
         return self.sample
+
+    def for_call(self, model: PreTrainedModel) -> SmallModel:
+        """Return a copy over the same model: calls may overlap."""
+        return copy(self)
 
     def begin(self, sequences: Sequences) -> None:
         """Check the vocabularies and start with empty rows; the prompt is read at the first proposal."""

@@ -165,13 +165,15 @@ class StaticShape:
     def best(self, depth: int, logits: Tensor) -> Tensor:
         """Return the tokens ``(B, n)`` of a depth's nodes: the best of their parents' laws, by rank.
 
-        A rank that the vocabulary does not have is ``ABSENT``: clamp tokens before they are embedded or mapped.
+        A rank that the vocabulary does not have, or that is impossible, is ``ABSENT``: clamp tokens before they are
+        embedded or mapped, and ask no processor about it.
 
         Shapes: ``logits (B, F, V)``: of ``expanding(depth - 1)``, or F = 1 where one law serves all parents.
         """
         ranks = [self.ranks[node] for node in self.levels[depth - 1]]
         width = min(max(ranks) + 1, logits.shape[-1])
-        ids = top(logits, width)[1]
+        scores, ids = top(logits, width)
+        ids = ids.masked_fill(scores == _NEVER, ABSENT)
         if len(ranks) == 1 and width == max(ranks) + 1:  # a chain: no list travels to the device
             return ids[:, 0, -1:]
         picked = ids[:, self._slots(depth, logits.shape[1]), [min(rank, width - 1) for rank in ranks]]
@@ -328,6 +330,8 @@ class Growth:
     def add(self, log_q: Tensor) -> tuple[Tensor, Tensor]:
         """Expand the frontier; return the new one: ids ``(B, k)`` and each parent's place in the old one ``(B, k)``.
 
+        Impossible tokens are ``ABSENT`` there.
+
         Shapes: ``log_q (B, F, V_draft)`` log-probabilities: F = 1 for the root, then the width of the frontier.
         """
         rows, width, vocab = log_q.shape
@@ -346,7 +350,7 @@ class Growth:
         before = sum(part.shape[1] for part in self._running) - width
         self._running.append(before + parent if self._running else torch.full_like(parent, -1))
         self._frontier = scores.gather(1, best), best + seen
-        return ids.gather(1, best), parent
+        return ids.gather(1, best).masked_fill(self._frontier[0] == _NEVER, ABSENT), parent
 
     def frontier_parents(self) -> Tensor:
         """Return the tree of all frontiers named so far, the newest included: ``(B, M)``, -1 hangs on the root."""
