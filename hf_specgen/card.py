@@ -255,14 +255,15 @@ def _training(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
         return None
     machine, values = found["machine"], found["evaluation"]
     place = ", ".join(str(part) for part in (machine["device"], _told("", machine.get("cores"), " cores")) if part)
-    versions = ", ".join(f"{name} {machine[name]}" for name in ("hf_specgen", "transformers", "torch"))
+    versions = ", ".join(f"{name} {machine[name]}".strip() for name in ("hf_specgen", "transformers", "torch"))
     arguments = ", ".join(f"{name} {value}" for name, value in found["arguments"].items())
     facts = [
         ("data", _code(found.get("data"))),
         ("texts", _told("", found.get("texts"))),
         ("supervised tokens", _number(found.get("tokens"), ",d")),
         ("started from", str(found.get("start") or "")),
-        ("steps", f"{found['steps']} ({found['epochs']} epochs), {found['processes']} process(es), {found['precision']}"),
+        ("steps", f"{found['steps']} ({found['epochs']} epochs), {found['precision']}"),
+        ("processes", str(found["processes"])),
         ("arguments", arguments),
         ("time", _told("", _number(found.get("seconds"), ".0f") or None, f" s on {place}")),
         ("versions", versions),
@@ -286,11 +287,12 @@ def _decoding(found: Mapping[str, Any] | None) -> list[str]:
     before = found["before"]
     was = "" if before is None else f" (before training {before:.2f})"
     return [
-        f"{found['prompts']} held-out prompts, {found['max_new_tokens']} new tokens, greedy, batch 1, {found['dtype']}, "
-        f"on that machine: {found['tokens_per_round']:.2f} tokens per round with {found['num_tokens']} drafted{was}.",
-        f"Such a round costs {found['round_cost']:.2f} plain steps, so {found['round_cost']:.2f} tokens per round break "
-        f"even. Speed-up over plain `generate()`: {found['speedup']:.2f}x; of prompt lookup, which needs no training: "
-        f"{found['lookup_speedup']:.2f}x.",
+        f"{found['prompts']} held-out prompts, {found['max_new_tokens']} new tokens, greedy, batch 1, "
+        f"{found['dtype']}, on that machine: {found['tokens_per_round']:.2f} tokens per round with "
+        f"{found['num_tokens']} drafted{was}.",
+        f"Such a round costs {found['round_cost']:.2f} plain steps, so {found['round_cost']:.2f} tokens per round "
+        f"break even. Speed-up over plain `generate()`: {found['speedup']:.2f}x; of prompt lookup, which needs no "
+        f"training: {found['lookup_speedup']:.2f}x.",
     ]
 
 

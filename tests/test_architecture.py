@@ -118,8 +118,20 @@ def wrong_imports(sources: Sources) -> list[str]:
 def wrong_neighbours(sources: Sources) -> list[str]:
     """A drafter stands alone on base and layers, a trainer on base, data and losses."""
     common = {
-        "drafters": {"__init__", "base", "layers", "learned", "trees", "sequoia", "features", "growing", "pairs", "unrolling"},
-        "trainers": {"__init__", "base", "data", "frozen", "losses", "metrics", "students", "tally"},
+        "drafters": {
+            "__init__",
+            "base",
+            "layers",
+            "learned",
+            "trees",
+            "sequoia",
+            "features",
+            "growing",
+            "pairs",
+            "unrolling",
+        },
+        "trainers": {"__init__", "base", "data", "frozen", "losses", "metrics", "report", "students", "tally", "train"}
+        | {"vocabulary", "warm_start", "worth"},
     }
     found = []
     for path, tree in parsed(sources, PACKAGE):

@@ -318,3 +318,11 @@ def test_bench_feeds_the_card(pair: tuple[str, str], tmp_path: Path) -> None:
     assert "--stock: transformers' assisted decoding cannot take part: it knows no drafter learned:" in refused(
         "bench", *common, "--drafter", drafter, "--stock"
     )
+
+
+def test_the_lossy_rule_is_taken_and_never_verified(pair: tuple[str, str]) -> None:
+    target, _ = pair
+    common = ("--target", target, "--max-new-tokens", "12", "--no-chat", "--rule", "typical")
+    with pytest.warns(UserWarning, match="typical"):
+        assert fine("generate", "abcabcabc", *common)
+    assert "there is nothing to verify" in refused("verify", *common)

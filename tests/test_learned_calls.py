@@ -7,8 +7,9 @@ import threading
 
 import pytest
 import torch
+import transformers
 from fitted import fitted, untrained
-from tiny import FAMILIES, Keep, Watch, build, disturbed, ours, plain, prompts, texts_of, tiny
+from tiny import COMMON, FAMILIES, Keep, Watch, build, disturbed, ours, plain, prompts, texts_of, tiny
 from torch import nn
 
 from hf_specgen import PromptLookup, SmallModel, SpecGenError, SpeculativeDecoding, load_drafter, stock_candidates
@@ -170,6 +171,18 @@ def test_what_a_target_does_behind_its_head_is_borrowed_with_it(family: str) -> 
     drafter = untrained("eagle", model, [1, 2])
     drafter.attach(model)
     torch.testing.assert_close(drafter.logits(states), logits)
+
+
+@pytest.mark.parametrize("name", ["GraniteForCausalLM", "HyperCLOVAXForCausalLM"])
+def test_factors_of_one_name_that_mean_opposite_things(name: str) -> None:
+    kind = getattr(transformers, name, None) or pytest.skip(f"this transformers has no {name}")
+    torch.manual_seed(0)
+    model = kind(kind.config_class(**COMMON, logits_scaling=4.0)).eval()
+    taps = Taps(model, (FINAL,))
+    with torch.no_grad(), taps.on() as seen:
+        logits = model(prompts([9])[0]).logits
+        (states,) = taps.read(seen, model.device)
+    torch.testing.assert_close(TargetParts.of(model).logits(states), logits)
 
 
 def test_new_heads_hold_the_targets_factor() -> None:

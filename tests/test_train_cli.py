@@ -27,7 +27,17 @@ from hf_specgen.trainers.feature_cache import write_cache
 from hf_specgen.trainers.train import from_yaml, main, parse, prompts_of
 from hf_specgen.trainers.worth import PLAIN, Worth, decode
 
-SHORT = ["--use_cpu", "--disable_tqdm", "true", "--logging_steps", "1", "--decode_tokens", "16", "--decode_prompts", "2"]
+SHORT = [
+    "--use_cpu",
+    "--disable_tqdm",
+    "true",
+    "--logging_steps",
+    "1",
+    "--decode_tokens",
+    "16",
+    "--decode_prompts",
+    "2",
+]
 Job = dict[str, Any]
 
 
@@ -147,7 +157,7 @@ def test_a_yaml_file_holds_arguments_and_the_line_wins(tmp_path: Path) -> None:
         (["forest"], "one of medusa, eagle, eagle3, distill"),
         (["eagle3", "--target", "t", "--data", "d"], "--output FOLDER is required"),
         (["eagle3", "--target", "t", "--output", "o"], "required: --data"),
-        (["eagle3", "--target", "t", "--data", "d", "--output", "o", "--stepz", "3"], "hf-specgen train METHOD --help"),
+        (["eagle3", "--target", "t", "--data", "d", "--output", "o", "--stepz", "3"], "--stepz 3"),
         (["distill", "--target", "t", "--data", "d", "--output", "o"], "--init_from is required"),
         (["eagle3", "--target", "t", "--data", "d", "--output", "o", "--target_dtype", "int3"], "one of auto"),
         (["eagle3", "--target", "t", "--data", "d", "--output", "o", "--config"], "names no file"),

@@ -220,8 +220,8 @@ class DrafterTrainer(Trainer):
             write_card(folder, CardOptions(name=str(name)), overwrite=True)
 
     def _unprepare(self) -> None:
-        """Undo what an evaluation before training left: accelerate would not wrap the drafter, each process train alone."""
-        notes = vars(self.model)
+        """Undo an evaluation before training: accelerate would not wrap the drafter, and each process train alone."""
+        notes = self.model.__dict__
         notes.pop("_is_accelerate_prepared", None)
         if notes.pop("_original_forward", None) is not None:  # autocast went around the class's own
             notes.pop("forward", None)

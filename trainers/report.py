@@ -6,6 +6,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import torch
 import transformers
 from transformers import TrainerState
 
-import hf_specgen
 from hf_specgen.card import CURVE, TRAINING, TRAINING_SCHEMA
 from hf_specgen.errors import SpecGenError
 from hf_specgen.trainers.base import DrafterTrainer
@@ -76,8 +76,16 @@ def machine(device: torch.device) -> dict[str, Any]:
         "cores": os.cpu_count() if device.type == "cpu" else None,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "hf_specgen": hf_specgen.__version__,
+        "hf_specgen": own_version(),
     }
+
+
+def own_version() -> str:
+    """Return the version that is installed, nothing for a source tree alone."""
+    try:
+        return version("hf_specgen")
+    except PackageNotFoundError:
+        return ""
 
 
 def curve(history: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
@@ -135,7 +143,9 @@ def plot(path: Path, rows: Sequence[Mapping[str, float]]) -> bool:
         for color, (name, label) in zip(_COLORS, lines.items(), strict=False):
             points = [(row["step"], row[name]) for row in rows if name in row]
             if points:
-                axes.plot(*zip(*points, strict=True), color=color, label=label, marker="o" if len(points) < 20 else None)
+                axes.plot(
+                    *zip(*points, strict=True), color=color, label=label, marker="o" if len(points) < 20 else None
+                )
         axes.set_xlabel("optimizer step")
         axes.set_ylabel(title)
         axes.grid(alpha=0.3)

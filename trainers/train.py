@@ -18,10 +18,16 @@ from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
 import torch
-import yaml
+import yaml  # type: ignore[import-untyped]
 from datasets import IterableDataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedModel, TrainingArguments
-from transformers import set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    HfArgumentParser,
+    PreTrainedModel,
+    TrainingArguments,
+    set_seed,
+)
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_specgen.card import is_repository
@@ -69,7 +75,9 @@ class TrainOptions:
     eval_rows: int = field(default=64, metadata={"help": "Rows to evaluate on, at most a tenth of --data; 0: none."})
     target_dtype: str = field(default="auto", metadata={"help": "Of the target: auto, float32, bfloat16, float16."})
     init_from: str | None = field(default=None, metadata={"help": "Go on from this drafter; its vocabulary stays."})
-    drafter_config: str | None = field(default=None, metadata={"help": "JSON: fields of a new drafter's DrafterConfig."})
+    drafter_config: str | None = field(
+        default=None, metadata={"help": "JSON: fields of a new drafter's DrafterConfig."}
+    )
     cold: bool = field(default=False, metadata={"help": "Start a new drafter from random weights."})
     features: str | None = field(default=None, metadata={"help": "A feature cache, read instead of the target."})
     decode_prompts: int = field(default=6, metadata={"help": "Held-out prompts to decode before and after; 0: none."})
@@ -90,7 +98,7 @@ class _Parser(HfArgumentParser):
     """Refuse with one message instead of pages of usage."""
 
     def error(self, message: str) -> NoReturn:
-        raise SpecGenError(f"{message} (hf-specgen train METHOD --help lists the arguments)")
+        raise SpecGenError(f"{message} (hf-specgen train METHOD --help lists them)")
 
 
 def main(argv: Sequence[str] | None = None, load: Load | None = None) -> dict[str, Any] | None:
@@ -100,7 +108,9 @@ def main(argv: Sequence[str] | None = None, load: Load | None = None) -> dict[st
     """
     asked = list(sys.argv[1:] if argv is None else argv)
     if not asked or asked[0] in ("-h", "--help"):
-        print(f"usage: hf-specgen train {{{','.join(METHODS)}}} --target T --data D --output FOLDER [--config FILE] ...")
+        print(
+            f"usage: hf-specgen train {{{','.join(METHODS)}}} --target T --data D --output FOLDER [--config FILE] ..."
+        )
         return None
     method, rest = asked[0], asked[1:]
     if method not in METHODS:
@@ -125,7 +135,9 @@ def parts_of(method: str) -> tuple[type[DrafterTrainer], type[DrafterTrainingArg
 def parser_of(method: str, everything: bool = False) -> HfArgumentParser:
     """Return the parser of a method's arguments; help tells those of ``TrainingArguments`` only when asked."""
     parser = _Parser([TrainOptions, parts_of(method)[1]], prog=f"hf-specgen train {method}", allow_abbrev=False)
-    parser.description = "All of transformers' TrainingArguments are taken too (--help_all). --config FILE: the same, YAML."
+    parser.description = (
+        "All of transformers' TrainingArguments are taken too (--help_all). --config FILE: the same, YAML."
+    )
     theirs = {part.name for part in dataclasses.fields(TrainingArguments)} - _SHOWN
     for action in parser._actions:
         if action.dest in theirs and not everything:
@@ -146,7 +158,12 @@ def parse(method: str, argv: Sequence[str]) -> Job:
         line = [*from_yaml(line[place + 1]), *line[:place], *line[place + 2 :]]
     if not any(part.split("=")[0] in ("--output_dir", "--output-dir") for part in line):
         raise SpecGenError("--output FOLDER is required: where the drafter goes.")
-    options, args = parser_of(method).parse_args_into_dataclasses(line)
+    try:
+        options, args, unknown = parser_of(method).parse_args_into_dataclasses(line, return_remaining_strings=True)
+    except ValueError as error:  # what TrainingArguments refuse
+        raise SpecGenError(str(error)) from error
+    if unknown:
+        raise SpecGenError(f"unknown arguments: {' '.join(unknown)} (hf-specgen train {method} --help_all lists them)")
     if options.target_dtype not in _DTYPES:
         raise SpecGenError(f"--target_dtype {options.target_dtype}: one of {', '.join(_DTYPES)} is required.")
     if method == "distill" and options.init_from is None:

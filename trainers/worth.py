@@ -167,7 +167,9 @@ def acceptance(
     drafter: Any, target: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, num_tokens: int
 ) -> float:
     """Return tokens per round with a fixed draft length."""
-    return decode(target, {FIXED: live(drafter, target, num_tokens)}, prompts, max_new_tokens)[FIXED].total.tokens_per_round
+    return decode(target, {FIXED: live(drafter, target, num_tokens)}, prompts, max_new_tokens)[
+        FIXED
+    ].total.tokens_per_round
 
 
 def weigh(

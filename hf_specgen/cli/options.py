@@ -19,11 +19,12 @@ class Dtype(str, Enum):
 
 
 class Rule(str, Enum):
-    """Name a verification rule. All keep the target's law exactly."""
+    """Name a verification rule. All but typical keep the target's law exactly."""
 
     rejection = "rejection"
     block = "block"
     gumbel = "gumbel"
+    typical = "typical"
 
 
 class AuxLayer(str, Enum):
@@ -55,7 +56,9 @@ DrafterName = Annotated[
 NumTokens = Annotated[
     int | None, typer.Option(min=1, help="Draft that many tokens a round; by default as many as pay.")
 ]
-RuleName = Annotated[Rule, typer.Option("--rule", help="How sampled drafts are accepted.")]
+RuleName = Annotated[
+    Rule, typer.Option("--rule", help="How sampled drafts are accepted; typical: any draft, and another law (lossy).")
+]
 SampleDrafts = Annotated[
     bool, typer.Option("--sample-drafts", help="Let a small model or a learned drafter draw (needs sampling).")
 ]

@@ -157,11 +157,8 @@ def require_sampling(decoding: Decoding, flags: ModelFlags) -> None:
     """
     if not decoding.greedy:
         return
-    named = [
-        name
-        for name, given in (("--sample-drafts", flags.sample_drafts), ("--rule", flags.rule is not Rule.rejection))
-        if given
-    ]
+    asked = (("--sample-drafts", flags.sample_drafts), ("--rule", flags.rule in (Rule.block, Rule.gumbel)))
+    named = [name for name, given in asked if given]
     if named:
         raise SpecGenError(f"{named[0]} has no effect on greedy decoding. Give --temperature above 0, or leave it out.")
 

@@ -22,7 +22,9 @@ def train(context: typer.Context, method: Method = "--help") -> None:
     try:
         from hf_specgen.trainers import train as work
     except ImportError as error:
-        raise SpecGenError(f"training needs {error.name}, which is not installed. Run: pip install {error.name}") from None
+        raise SpecGenError(
+            f"training needs {error.name}, which is not installed. Run: pip install {error.name}"
+        ) from None
 
     def load(name: str, dtype: Any) -> tuple[Any, Any]:
         if name == DEMO:

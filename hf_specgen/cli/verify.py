@@ -60,6 +60,10 @@ def verify(  # noqa: PLR0913 - one parameter a flag
     from hf_specgen.bench.run import Settings
     from hf_specgen.cli.session import ModelFlags, choose_prompts, open_session, read_decoding, require_sampling
 
+    if rule is Rule.typical:
+        raise SpecGenError(
+            "--rule typical does not keep the target's law: there is nothing to verify. Use another rule."
+        )
     flags = ModelFlags(target, drafter, rule, sample_drafts, dtype, device, threads)
     chosen = choose_prompts(prompts, categories, limit)
     if law_samples:

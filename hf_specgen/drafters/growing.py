@@ -216,7 +216,7 @@ class Grower:
         deepest = min(shape.depth, max(wanted))
         for depth in range(1, deepest + 1):
             scores = self.laws.scores(self.model.logits(states), paths)
-            ids, parents = growth.add(self.laws.coupled(scores, depth).float().log_softmax(-1))
+            ids, parents = growth.add(scores.float().log_softmax(-1))
             if depth == deepest:
                 break
             chosen = self.model.to_target(ids)

@@ -330,9 +330,11 @@ class LearnedDrafter(PreTrainedModel, Drafter):
 def _behind_head(model: PreTrainedModel) -> tuple[float, float | None]:
     """Return by what a target multiplies its head's output, and at what it caps it (None: it does not)."""
     settings = model.config.get_text_config(decoder=True).to_dict()
-    scale, divisor = float(settings.get("logit_scale") or 1.0), float(settings.get("logits_scaling") or 1.0)
+    scale, scaling = float(settings.get("logit_scale") or 1.0), float(settings.get("logits_scaling") or 1.0)
+    if not str(settings.get("model_type")).startswith("hyperclovax"):  # it multiplies by what Granite divides by
+        scaling = 1.0 / scaling
     cap = settings.get("final_logit_softcapping")
-    return scale / divisor, float(cap) if cap else None
+    return scale * scaling, float(cap) if cap else None
 
 
 def _forget(drafter: weakref.ref[LearnedDrafter], session: weakref.ref[object]) -> None:

@@ -330,8 +330,6 @@ class Growth:
     def add(self, log_q: Tensor) -> tuple[Tensor, Tensor]:
         """Expand the frontier; return the new one: ids ``(B, k)`` and each parent's place in the old one ``(B, k)``.
 
-        Impossible tokens are ``ABSENT`` there.
-
         Shapes: ``log_q (B, F, V_draft)`` log-probabilities: F = 1 for the root, then the width of the frontier.
         """
         rows, width, vocab = log_q.shape
@@ -350,7 +348,7 @@ class Growth:
         before = sum(part.shape[1] for part in self._running) - width
         self._running.append(before + parent if self._running else torch.full_like(parent, -1))
         self._frontier = scores.gather(1, best), best + seen
-        return ids.gather(1, best).masked_fill(self._frontier[0] == _NEVER, ABSENT), parent
+        return ids.gather(1, best), parent
 
     def frontier_parents(self) -> Tensor:
         """Return the tree of all frontiers named so far, the newest included: ``(B, M)``, -1 hangs on the root."""
