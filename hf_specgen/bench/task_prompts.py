@@ -1,4 +1,4 @@
-"""Make thousands of everyday prompts from forms and fills, for training drafters; the bench's own prompts are others."""
+"""Make thousands of everyday prompts from forms and fills, to train drafters on; the bench's own prompts are others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def task_prompts(count: int, seed: int = 0) -> list[Prompt]:
     prompts: list[Prompt] = []
     while len(prompts) < count:
         if not categories:
-            raise SpecGenError(f"{count} different task prompts were asked for and {len(prompts)} exist: ask for fewer.")
+            raise SpecGenError(f"{count} different task prompts were asked for, {len(prompts)} exist: ask for fewer.")
         category = categories[len(prompts) % len(categories)]
         tries = (_filled(chance.choice(forms[category]), data["fills"], chance) for _ in range(_TRIES))
         text = next((text for text in tries if text not in seen), None)

@@ -56,9 +56,7 @@ DrafterName = Annotated[
 NumTokens = Annotated[
     int | None, typer.Option(min=1, help="Draft that many tokens a round; by default as many as pay.")
 ]
-RuleName = Annotated[
-    Rule, typer.Option("--rule", help="How sampled drafts are accepted; typical: any draft, and another law (lossy).")
-]
+RuleName = Annotated[Rule, typer.Option("--rule", help="How drafts are accepted; typical changes the law (lossy).")]
 SampleDrafts = Annotated[
     bool, typer.Option("--sample-drafts", help="Let a small model or a learned drafter draw (needs sampling).")
 ]

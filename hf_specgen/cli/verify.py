@@ -60,11 +60,7 @@ def verify(  # noqa: PLR0913 - one parameter a flag
     from hf_specgen.bench.run import Settings
     from hf_specgen.cli.session import ModelFlags, choose_prompts, open_session, read_decoding, require_sampling
 
-    if rule is Rule.typical:
-        raise SpecGenError(
-            "--rule typical does not keep the target's law: there is nothing to verify. Use another rule."
-        )
-    flags = ModelFlags(target, drafter, rule, sample_drafts, dtype, device, threads)
+    flags = ModelFlags(target, drafter, _exact(rule), sample_drafts, dtype, device, threads)
     chosen = choose_prompts(prompts, categories, limit)
     if law_samples:
         decoding = read_decoding(max_new_tokens, temperature or 1.0, top_k, top_p, seed or 0)
@@ -88,6 +84,12 @@ def verify(  # noqa: PLR0913 - one parameter a flag
     typer.echo("exact" if passed else "NOT EXACT: see the lines above")
     if not passed:
         raise typer.Exit(1)
+
+
+def _exact(rule: Rule) -> Rule:
+    if rule is Rule.typical:
+        raise SpecGenError("--rule typical does not keep the target's law: there is nothing to verify.")
+    return rule
 
 
 def _check_greedy(
