@@ -3,16 +3,8 @@
 from __future__ import annotations
 
 from hf_specgen.formats.base import Layout, Plan, ReadOptions, Source
-from hf_specgen.formats.eagle3_common import (
-    Reading,
-    convention_of,
-    first_layer_is,
-    is_eagle3,
-    nested,
-    plain_ids,
-    plan_eagle3,
-)
-from hf_specgen.formats.specforge import claims_of, norm_output_of
+from hf_specgen.formats.eagle3_common import first_layer_is, is_eagle3
+from hf_specgen.formats.eagle3_plain import plan_plain
 
 
 class ModelOptEagle3(Layout):
@@ -27,20 +19,7 @@ class ModelOptEagle3(Layout):
 
     def plan(self, source: Source, options: ReadOptions) -> Plan:
         """Resolve config and names. Raises: ``IncompatibleDrafter`` as every layout does."""
-        config, inner = source.config, nested(source)
-        output, lines, doubts = norm_output_of(config)
-        reading = Reading(
-            title="EAGLE-3 in the layout of NVIDIA Model Optimizer",
-            settings=config,
-            ids=plain_ids(source, convention_of(source)),
-            draft_vocab_size=config.get("draft_vocab_size") or config.get("truncated_vocab_size"),
-            norm_before_residual=bool(config.get("norm_before_residual")),
-            norm_output=output,
-            claims=claims_of(config, inner),
-            notes=lines,
-            warnings=doubts,
-        )
-        return plan_eagle3(source, options, reading)
+        return plan_plain(source, options, "EAGLE-3 in the layout of NVIDIA Model Optimizer")
 
 
 LAYOUT = ModelOptEagle3()

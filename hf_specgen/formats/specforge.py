@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 import warnings as python_warnings
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from hf_specgen.drafter_config import DrafterConfig
 from hf_specgen.errors import IncompatibleDrafter
 from hf_specgen.formats.base import Checkpoint, Layout, Plan, ReadOptions, Source
-from hf_specgen.formats.eagle3_common import (
-    FIRST,
-    IDS,
-    OURS,
-    Reading,
-    convention_of,
-    first_layer_is,
-    is_eagle3,
-    nested,
-    plain_ids,
-    plan_eagle3,
-    served_flags,
-)
+from hf_specgen.formats.eagle3_common import FIRST, IDS, OURS, first_layer_is, is_eagle3, served_flags
+from hf_specgen.formats.eagle3_plain import plan_plain
 from hf_specgen.formats.shared import layer_settings, store
 
 SIGNS = ("eagle_config", IDS, OURS, "target_model_type", "norm_before_fc", "fc_norm", "norm_output")
@@ -41,20 +28,7 @@ class SpecForgeEagle3(Layout):
 
     def plan(self, source: Source, options: ReadOptions) -> Plan:
         """Resolve config and names. Raises: ``IncompatibleDrafter`` as every layout does."""
-        config, inner = source.config, nested(source)
-        output, lines, doubts = norm_output_of(config)
-        reading = Reading(
-            title="EAGLE-3 in SpecForge's layout, as SGLang reads it",
-            settings=config,
-            ids=plain_ids(source, convention_of(source)),
-            draft_vocab_size=config.get("draft_vocab_size") or config.get("truncated_vocab_size"),
-            norm_before_residual=bool(config.get("norm_before_residual")),
-            norm_output=output,
-            claims=claims_of(config, inner),
-            notes=lines,
-            warnings=doubts,
-        )
-        return plan_eagle3(source, options, reading)
+        return plan_plain(source, options, "EAGLE-3 in SpecForge's layout, as SGLang reads it")
 
     def write(self, checkpoint: Checkpoint, folder: Path) -> None:
         """Write what SGLang reads. Raises: ``IncompatibleDrafter`` for drafters that it would serve wrongly.
@@ -69,27 +43,6 @@ class SpecForgeEagle3(Layout):
         flags[OURS] = list(config.aux_layer_boundaries)
         settings = {**layer_settings(checkpoint), **flags, "architectures": ["LlamaForCausalLMEagle3"]}
         store(folder, settings, checkpoint.tensors)
-
-
-def norm_output_of(config: Mapping[str, Any]) -> tuple[bool, tuple[str, ...], tuple[str, ...]]:
-    """Return what ``norm_output`` means in a file like SpecForge's, with notes and warnings.
-
-    In SpecForge before its correction (#879) True meant plain EAGLE-3; the file does not say which version wrote it.
-    """
-    said = config.get("norm_output")
-    if said and config.get(OURS) is None:
-        line = (
-            "norm_output: true is not followed: SpecForge meant plain EAGLE-3 by it until September 2026, and the file "
-            "does not say when it was written. Pass norm_output=True if the drafter feeds back normalised states."
-        )
-        return False, (), (line,)
-    lines = () if said is None or said else ("norm_output: false is read as plain EAGLE-3 (a norm before the head)",)
-    return bool(said), lines, ()
-
-
-def claims_of(config: Mapping[str, Any], inner: Mapping[str, Any]) -> frozenset[str]:
-    """Return which norms before ``fc`` a config asks for, at the top or in ``eagle_config``."""
-    return frozenset(name for name in ("norm_before_fc", "fc_norm") if config.get(name) or inner.get(name))
 
 
 def ids_for_sglang(boundaries: list[int]) -> list[int]:
