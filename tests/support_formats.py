@@ -14,6 +14,26 @@ from hf_specgen.facts import TargetFacts
 from hf_specgen.formats.base import Checkpoint, ReadOptions, Source, detect
 
 H, INNER, A, K, V, VD, N = 16, 24, 4, 2, 40, 12, 8
+# The published head of Llama-3.1-8B.
+LLAMA31_EAGLE3 = {
+    "midlayer.self_attn.q_proj.weight": (4096, 8192),
+    "midlayer.self_attn.k_proj.weight": (1024, 8192),
+    "midlayer.self_attn.v_proj.weight": (1024, 8192),
+    "midlayer.self_attn.o_proj.weight": (4096, 4096),
+    "midlayer.mlp.gate_proj.weight": (14336, 4096),
+    "midlayer.mlp.up_proj.weight": (14336, 4096),
+    "midlayer.mlp.down_proj.weight": (4096, 14336),
+    "midlayer.hidden_norm.weight": (4096,),
+    "midlayer.input_layernorm.weight": (4096,),
+    "midlayer.post_attention_layernorm.weight": (4096,),
+    "fc.weight": (4096, 12288),
+    "norm.weight": (4096,),
+    "lm_head.weight": (32000, 4096),
+    "d2t": (32000,),
+    "t2d": (128256,),
+}
+
+
 FACTS = TargetFacts(hidden_size=H, vocab_size=V, num_layers=N, name="t/target")
 OPTIONS = ReadOptions(target=FACTS)
 

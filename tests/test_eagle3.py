@@ -8,6 +8,7 @@ import pytest
 import torch
 from feature_cases import RAGGED, REDUCED, SHAPES, Steered, config_of, drafter_of, rollout, true_features
 from law import enumerate_law, p_value
+from support_formats import LLAMA31_EAGLE3
 from tiny import Watch, ours, plain, prompts, texts_of, tiny
 
 from hf_specgen import DenseQ, Draft, IncompatibleDrafter, SpecGenError
@@ -21,23 +22,6 @@ LLAMA_8B = {
     "num_key_value_heads": 8,
     "vocab_size": 128256,
     "draft_vocab_size": 32000,
-}
-NAMES_8B = {
-    "midlayer.self_attn.q_proj.weight": (4096, 8192),
-    "midlayer.self_attn.k_proj.weight": (1024, 8192),
-    "midlayer.self_attn.v_proj.weight": (1024, 8192),
-    "midlayer.self_attn.o_proj.weight": (4096, 4096),
-    "midlayer.mlp.gate_proj.weight": (14336, 4096),
-    "midlayer.mlp.up_proj.weight": (14336, 4096),
-    "midlayer.mlp.down_proj.weight": (4096, 14336),
-    "midlayer.hidden_norm.weight": (4096,),
-    "midlayer.input_layernorm.weight": (4096,),
-    "midlayer.post_attention_layernorm.weight": (4096,),
-    "fc.weight": (4096, 12288),
-    "norm.weight": (4096,),
-    "lm_head.weight": (32000, 4096),
-    "d2t": (32000,),
-    "t2d": (128256,),
 }
 SWITCHES = {
     "norm_before_residual": {"norm_before_residual": True},
@@ -57,9 +41,9 @@ def shapes_of(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
 
 def test_tensor_names_and_shapes() -> None:
     config = DrafterConfig("eagle3", aux_layer_boundaries=[2, 16, 29], **LLAMA_8B)
-    assert shapes_of(config) == NAMES_8B
+    assert shapes_of(config) == LLAMA31_EAGLE3
     whole = DrafterConfig("eagle3", **{**LLAMA_8B, "draft_vocab_size": None})
-    assert shapes_of(whole).keys() == NAMES_8B.keys() - {"d2t", "t2d"}, "three boundaries are the default"
+    assert shapes_of(whole).keys() == LLAMA31_EAGLE3.keys() - {"d2t", "t2d"}, "three boundaries are the default"
     small = shapes_of(config_of("eagle3"))
     more = {
         "norm_before_fc": {"input_norm.weight": (96,)},

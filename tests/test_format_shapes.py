@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support_formats import shapes_only
+from support_formats import LLAMA31_EAGLE3, shapes_only
 
 from hf_specgen.drafter_config import DrafterConfig
 from hf_specgen.drafters.eagle import EagleDrafter
@@ -42,23 +42,6 @@ LLAMA3_EAGLE = {
     "layers.0.mlp.up_proj.weight": (14336, 4096),
     "layers.0.mlp.down_proj.weight": (4096, 14336),
     "layers.0.post_attention_layernorm.weight": (4096,),
-}
-LLAMA31_EAGLE3 = {
-    "midlayer.self_attn.q_proj.weight": (4096, 8192),
-    "midlayer.self_attn.k_proj.weight": (1024, 8192),
-    "midlayer.self_attn.v_proj.weight": (1024, 8192),
-    "midlayer.self_attn.o_proj.weight": (4096, 4096),
-    "midlayer.mlp.gate_proj.weight": (14336, 4096),
-    "midlayer.mlp.up_proj.weight": (14336, 4096),
-    "midlayer.mlp.down_proj.weight": (4096, 14336),
-    "midlayer.hidden_norm.weight": (4096,),
-    "midlayer.input_layernorm.weight": (4096,),
-    "midlayer.post_attention_layernorm.weight": (4096,),
-    "fc.weight": (4096, 12288),
-    "norm.weight": (4096,),
-    "lm_head.weight": (32000, 4096),
-    "d2t": (32000,),
-    "t2d": (128256,),
 }
 VICUNA_CONFIG = {
     "architectures": ["LlamaForCausalLM"],
