@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from hf_specgen.bench.prompts import own_prompts
 from hf_specgen.bench.task_prompts import task_prompts
+from hf_specgen.cli.session import PromptFlags, choose_prompts
 from hf_specgen.errors import SpecGenError
 
 
@@ -38,3 +41,25 @@ def test_more_than_there_are_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     assert task_prompts(1)[0].text == "What is salt?"
     with pytest.raises(SpecGenError, match="1 exist"):
         task_prompts(2)
+
+
+def test_the_bench_takes_tasks_that_no_drafter_saw() -> None:
+    trained, held_out = task_prompts(50, 1), choose_prompts(PromptFlags(tasks=10, seed=1, skip=50), None, None)
+    assert {prompt.text for prompt in held_out} == {prompt.text for prompt in task_prompts(60, 1)[50:]}
+    assert len(held_out) == 10 and not {prompt.text for prompt in held_out} & {prompt.text for prompt in trained}
+    some = choose_prompts(PromptFlags(tasks=10, seed=1, skip=50), "coding,qa", 3)
+    assert {prompt.category for prompt in some} == {"coding", "qa"} and len(some) == 3 and all(p in held_out for p in some)
+    assert choose_prompts(PromptFlags(), None, None) == own_prompts()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (PromptFlags(skip=3), "give that too"),
+        (PromptFlags(seed=3), "give that too"),
+        (PromptFlags(Path("p.txt"), tasks=3), "one of them"),
+    ],
+)
+def test_prompt_flags_that_contradict_each_other_are_refused(flags: PromptFlags, said: str) -> None:
+    with pytest.raises(SpecGenError, match=said):
+        choose_prompts(flags, None, None)

@@ -80,6 +80,13 @@ PromptFile = Annotated[
     typer.Option("--prompts", help="A .jsonl (prompt, turns or messages a line) or text file (a prompt a paragraph)."),
 ]
 Limit = Annotated[int | None, typer.Option(min=1, help="At most that many prompts, taken evenly from the categories.")]
+TaskPrompts = Annotated[
+    int | None, typer.Option("--task-prompts", min=1, help="Take that many made-up tasks of five kinds as prompts.")
+]
+TaskSeed = Annotated[int, typer.Option("--task-seed", min=0, help="Which made-up tasks.")]
+TaskSkip = Annotated[
+    int, typer.Option("--task-skip", min=0, help="Leave out the first so many of them, on which a drafter was trained.")
+]
 Categories = Annotated[str | None, typer.Option(help="Only these categories, separated by commas.")]
 BatchSize = Annotated[int, typer.Option(min=1, help="Rows that are decoded together.")]
 CheckpointName = Annotated[

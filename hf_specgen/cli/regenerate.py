@@ -16,10 +16,6 @@ if TYPE_CHECKING:
     from hf_specgen.trainers.regenerate import Author, Question, Report, Sampling, Source
 
 Out = Annotated[Path, typer.Option("--out", help="The .jsonl or .parquet file that is written.", show_default=False)]
-TaskPrompts = Annotated[
-    int | None, typer.Option("--task-prompts", min=1, help="Answer that many made-up tasks of five kinds.")
-]
-TaskSeed = Annotated[int, typer.Option("--task-seed", min=0, help="Which made-up tasks.")]
 Data = Annotated[
     str | None,
     typer.Option(
@@ -39,8 +35,8 @@ def regenerate(  # noqa: PLR0913 - one parameter a flag
     out: Out,
     target: options.Target = "demo",
     prompts: options.PromptFile = None,
-    task_prompts: TaskPrompts = None,
-    task_seed: TaskSeed = 0,
+    task_prompts: options.TaskPrompts = None,
+    task_seed: options.TaskSeed = 0,
     data: Data = None,
     split: Split = "train",
     limit: options.Limit = None,

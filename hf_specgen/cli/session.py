@@ -27,6 +27,7 @@ from hf_specgen.bench.methods import (
 )
 from hf_specgen.bench.prompts import Prompt, own_prompts, read_prompts, select
 from hf_specgen.bench.run import Progress as OnProgress
+from hf_specgen.bench.task_prompts import task_prompts
 from hf_specgen.cli.options import Dtype, Rule
 from hf_specgen.errors import SpecGenError
 
@@ -75,6 +76,16 @@ class Session:
             },
             "drafter": {"name": self.drafter.spec, "rule": self.drafter.rule, "sampled": self.drafter.sample},
         }
+
+
+@dataclass(frozen=True)
+class PromptFlags:
+    """Hold the flags that say where prompts come from: a file, or made-up tasks without the first ``skip``."""
+
+    file: Path | None = None
+    tasks: int | None = None
+    seed: int = 0
+    skip: int = 0
 
 
 @dataclass(frozen=True)
@@ -163,9 +174,19 @@ def require_sampling(decoding: Decoding, flags: ModelFlags) -> None:
         raise SpecGenError(f"{named[0]} has no effect on greedy decoding. Give --temperature above 0, or leave it out.")
 
 
-def choose_prompts(path: Path | None, categories: str | None, limit: int | None) -> list[Prompt]:
-    """Read the prompt file (None: the project's own prompts) and keep what the flags ask for."""
-    prompts = own_prompts() if path is None else read_prompts(path)
+def choose_prompts(source: PromptFlags, categories: str | None, limit: int | None) -> list[Prompt]:
+    """Read or make the prompts (without any flag: the project's own) and keep what the flags ask for.
+
+    Raises: SpecGenError for flags that contradict each other.
+    """
+    if source.tasks is None and (source.seed or source.skip):
+        raise SpecGenError("--task-seed and --task-skip choose among --task-prompts: give that too, or leave them out.")
+    if source.file is not None and source.tasks is not None:
+        raise SpecGenError("--prompts and --task-prompts were given: one of them is required.")
+    if source.tasks is not None:
+        prompts = task_prompts(source.skip + source.tasks, source.seed)[source.skip :]
+    else:
+        prompts = own_prompts() if source.file is None else read_prompts(source.file)
     names = [name.strip() for name in (categories or "").split(",") if name.strip()]
     return select(prompts, names, limit)
 

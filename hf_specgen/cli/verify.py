@@ -58,10 +58,17 @@ def verify(  # noqa: PLR0913 - one parameter a flag
     """
     from hf_specgen.bench.methods import Decoding
     from hf_specgen.bench.run import Settings
-    from hf_specgen.cli.session import ModelFlags, choose_prompts, open_session, read_decoding, require_sampling
+    from hf_specgen.cli.session import (
+        ModelFlags,
+        PromptFlags,
+        choose_prompts,
+        open_session,
+        read_decoding,
+        require_sampling,
+    )
 
     flags = ModelFlags(target, drafter, _exact(rule), sample_drafts, dtype, device, threads)
-    chosen = choose_prompts(prompts, categories, limit)
+    chosen = choose_prompts(PromptFlags(prompts), categories, limit)
     if law_samples:
         decoding = read_decoding(max_new_tokens, temperature or 1.0, top_k, top_p, seed or 0)
     elif (temperature, top_k, top_p, seed) != (None, None, None, None):
