@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hf_specgen.drafters.medusa import MedusaDrafter
     from hf_specgen.drafters.prompt_lookup import PromptLookup
     from hf_specgen.drafters.small_model import SmallModel
+    from hf_specgen.drafters.with_lookup import WithLookup
     from hf_specgen.entry import SpeculativeMixin, disable, enable
     from hf_specgen.errors import IncompatibleDrafter, SpecGenError, UnsupportedTarget
     from hf_specgen.generate import SpeculativeDecoding, last_stats
@@ -57,6 +58,7 @@ __all__ = [
     "Typical",
     "UnsupportedTarget",
     "Verdict",
+    "WithLookup",
     "__version__",
     "calibrate_aux_layers",
     "describe",
@@ -85,6 +87,7 @@ _HOME = {
     "drafters.medusa": ("MedusaDrafter",),
     "drafters.prompt_lookup": ("PromptLookup",),
     "drafters.small_model": ("SmallModel",),
+    "drafters.with_lookup": ("WithLookup",),
     "entry": ("SpeculativeMixin", "disable", "enable"),
     "errors": ("IncompatibleDrafter", "SpecGenError", "UnsupportedTarget"),
     "generate": ("SpeculativeDecoding", "last_stats"),

@@ -19,7 +19,7 @@ from hf_specgen.formats.base import ReadOptions
 from hf_specgen.hub import Report, open_checkpoint
 
 CARD = "README.md"
-TEMPLATE = "template.md.jinja"
+TEMPLATE, TRAINING_PART = "template.md.jinja", "training.md.jinja"
 BENCH_SCHEMA = "hf_specgen.bench/1"
 TRAINING, CURVE, TRAINING_SCHEMA = "training.json", "training.png", "hf_specgen.training/1"
 METHODS = {"medusa": "Medusa heads", "eagle": "EAGLE", "eagle3": "EAGLE-3"}
@@ -72,20 +72,33 @@ def render_card(report: Report, options: CardOptions) -> str:
     config = report.config
     target = options.base_model or hub_name(config)
     name = options.name or Path(report.source).resolve().name
-    templates = Environment(
-        loader=FileSystemLoader(card_folder()), undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False
+    return (
+        _templates()
+        .get_template(TEMPLATE)
+        .render(
+            front_matter=front_matter(config, target, options),
+            title=name.rpartition("/")[2] or name,
+            summary=_summary(config, target),
+            facts=_facts(report, target),
+            python=_python(config, name, target),
+            tools=_tools(report, name, target),
+            training=_training(options.training),
+            measured=[_measured(found) for found in options.bench],
+            limits=_limits(report),
+            license=_license(options, target),
+        )
     )
-    return templates.get_template(TEMPLATE).render(
-        front_matter=front_matter(config, target, options),
-        title=name.rpartition("/")[2] or name,
-        summary=_summary(config, target),
-        facts=_facts(report, target),
-        python=_python(config, name, target),
-        tools=_tools(report, name, target),
-        training=_training(options.training),
-        measured=[_measured(found) for found in options.bench],
-        limits=_limits(report),
-        license=_license(options, target),
+
+
+def training_part(folder: str | Path) -> str:
+    """Return what a card says of the training whose figures lie in a folder, nothing where there are none."""
+    found = _training(read_training(folder))
+    return "" if found is None else _templates().get_template(TRAINING_PART).render(training=found)
+
+
+def _templates() -> Environment:
+    return Environment(
+        loader=FileSystemLoader(card_folder()), undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False
     )
 
 
@@ -195,6 +208,8 @@ def _python(config: DrafterConfig, name: str, target: str) -> list[str]:
 def _tools(report: Report, name: str, target: str) -> list[dict[str, Any]]:
     """Return how to serve the drafter elsewhere: as it lies there where that is read, else converted first."""
     config, model = report.config, target or "<the target>"
+    if config.reduces_vocabulary and (config.method == "medusa" or not config.own_head):
+        return []  # no other layout can say it
     if config.method == "medusa":
         lines = [f"hf-specgen convert {name} out --to medusa", f"text-generation-launcher --model-id {model} ..."]
         return [{"name": "Text Generation Inference", "text": _NOT_RUN.format("TGI"), "lines": lines}]
@@ -228,7 +243,7 @@ def _measured(report: Mapping[str, Any]) -> dict[str, Any]:
             f"`hf-specgen bench --out FOLDER` writes ({BENCH_SCHEMA}) is required."
         )
     drafter = report.get("drafter", {})
-    if str(drafter.get("name", "")).partition(":")[0] in OTHER_DRAFTERS:
+    if re.split("[:+]", str(drafter.get("name", "")))[0] in OTHER_DRAFTERS:
         raise SpecGenError(
             f"the report measured {drafter['name']}, not this drafter: its figures do not belong on this card."
         )
@@ -255,44 +270,74 @@ def _training(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
         return None
     machine, values = found["machine"], found["evaluation"]
     place = ", ".join(str(part) for part in (machine["device"], _told("", machine.get("cores"), " cores")) if part)
-    versions = ", ".join(f"{name} {machine[name]}".strip() for name in ("hf_specgen", "transformers", "torch"))
-    arguments = ", ".join(f"{name} {value}" for name, value in found["arguments"].items())
+    known = [name for name in ("hf_specgen", "transformers", "torch") if machine.get(name)]
+    seconds, data = _number(found.get("seconds"), ".0f"), _code(found.get("data"))
+    best = f"; the weights are those of step {found['best_step']:,}, the best" if found.get("best_step") else ""
+    begun = f", from step {found['from_step']} on" if found.get("from_step") else ""
     facts = [
-        ("data", _code(found.get("data"))),
-        ("texts", _told("", found.get("texts"))),
+        ("target as it was read", ", ".join(part for part in (_code(found.get("target")), found.get("dtype")) if part)),
+        ("data", ": ".join(part for part in (data, found.get("authors")) if part)),
+        ("texts", _number(found.get("texts"), ",d")),
         ("supervised tokens", _number(found.get("tokens"), ",d")),
         ("started from", str(found.get("start") or "")),
-        ("steps", f"{found['steps']} ({found['epochs']} epochs), {found['precision']}"),
+        ("optimizer steps", f"{found['steps']:,} ({found['epochs']:.2f} epochs){best}"),
+        ("computed in", str(found["precision"])),
         ("processes", str(found["processes"])),
-        ("arguments", arguments),
-        ("time", _told("", _number(found.get("seconds"), ".0f") or None, f" s on {place}")),
-        ("versions", versions),
+        ("arguments", _code(" ".join(f"--{name} {value}" for name, value in found["arguments"].items()))),
+        ("time", f"{seconds} s on {place}, evaluations included{begun}" if seconds else ""),
+        ("versions", ", ".join(f"{name} {machine[name]}" for name in known)),
     ]
     depths = [depth for depth in range(1, POSITIONS + 1) if f"top1_{depth}" in values]
-    shares = {"best token right": "top1", "sum of min(p, q)": "alpha", "all right so far": "prefix"}
+    shares = {
+        "best token is the target's": "top1",
+        "a drawn token would be accepted: sum of min(p, q)": "alpha",
+        "all tokens up to here are right": "prefix",
+    }
     rows = [[label, *(_number(values.get(f"{name}_{at}"), ".3f") for at in depths)] for label, name in shares.items()]
     return {
         "facts": [(label, value) for label, value in facts if value],
         "depths": depths,
+        "held_out": f"{found['held_out']} " if found.get("held_out") else "",
         "rows": rows if depths else [],
         "length": _number(values.get("acceptance_length"), ".2f"),
-        "decoding": _decoding(found.get("decoding")),
+        "decoding": _decoding(found.get("decoding"), place),
         "curve": CURVE if found["curve"] else "",
     }
 
 
-def _decoding(found: Mapping[str, Any] | None) -> list[str]:
+def _decoding(found: Mapping[str, Any] | None, place: str) -> list[str]:
     if found is None:
         return []
     before = found["before"]
-    was = "" if before is None else f" (before training {before:.2f})"
+    was = "" if before is None else f", {before:.2f} before training"
+    speeds = {
+        "this drafter": (found["speedup"], found.get("used_tokens_per_round")),
+        "this drafter with prompt lookup, `WithLookup(drafter)`": (
+            found.get("combined_speedup"),
+            found.get("combined_tokens_per_round"),
+        ),
+        "prompt lookup alone, which needs no training": (
+            found["lookup_speedup"],
+            found["lookup_tokens_per_round"],
+        ),
+    }
+    rows = [
+        f"| {name} | {speed:.2f}x | {_number(tokens, '.2f')} |"
+        for name, (speed, tokens) in speeds.items()
+        if speed is not None
+    ]
     return [
-        f"{found['prompts']} held-out prompts, {found['max_new_tokens']} new tokens, greedy, batch 1, "
-        f"{found['dtype']}, on that machine: {found['tokens_per_round']:.2f} tokens per round with "
-        f"{found['num_tokens']} drafted{was}.",
-        f"Such a round costs {found['round_cost']:.2f} plain steps, so {found['round_cost']:.2f} tokens per round "
-        f"break even. Speed-up over plain `generate()`: {found['speedup']:.2f}x; of prompt lookup, which needs no "
-        f"training: {found['lookup_speedup']:.2f}x.",
+        f"Decoding {found['prompts']} held-out prompts, {found['max_new_tokens']} new tokens each, greedy, batch 1, "
+        f"{found['dtype']}, on {place}, in one run:",
+        "",
+        "| | speed-up over plain `generate()` | tokens a round |",
+        "| --- | ---: | ---: |",
+        *rows,
+        "",
+        f"With always {found['num_tokens']} tokens drafted: {found['tokens_per_round']:.2f} tokens a round{was}. Such "
+        f"a round costs {found['round_cost']:.2f} plain steps, so {found['round_cost']:.2f} tokens a round break even.",
+        f"{found['same']} of {found['prompts']} texts were token by token those of plain decoding"
+        + ("." if found["dtype"] == "float32" else f"; {found['dtype']} rounding may part the others."),
     ]
 
 

@@ -13,3 +13,9 @@ class UnsupportedTarget(SpecGenError):
 
 class IncompatibleDrafter(SpecGenError):
     """Report a drafter that does not fit the target (vocabulary, sizes, context)."""
+
+
+def reason_of(error: BaseException | str) -> str:
+    """Return the first line of an error for the middle of a sentence: without the dot that ends it."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(" .:;") if lines else type(error).__name__

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 _SAMPLED_ROWS = 16
+# What is paid beside reading weights, in weights: by a decoder layer (norms, rope, attention, many small products and
+# the Python between them), by a pass of a model (masks, picking a token, the loop), and by a drafted token beside its
+# layers and its head. Measured on a 2-core CPU (docs/benchmarks.md); large models hide all three.
+LAYER_OVERHEAD = 5_000_000
+PASS_OVERHEAD = 8_000_000
+TOKEN_OVERHEAD = 3_000_000
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k")
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,31 @@ class TargetFacts:
         return asdict(self)
 
 
+def step_size(model: PreTrainedModel) -> int:
+    """Return what a pass over one token costs, in weights read: matrices, and what is paid beside them.
+
+    An embedding is looked up, so it counts only where it is the head too; of a layer's experts those that a token
+    takes count.
+    """
+    settings = model.config.get_text_config(decoder=True).to_dict()
+    experts, chosen = (_first_number(settings, names) for names in (_EXPERTS, _CHOSEN))
+    head = model.get_output_embeddings()
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    tables -= set() if head is None else {id(weight) for weight in head.parameters()}
+    found = PASS_OVERHEAD + LAYER_OVERHEAD * TargetFacts.of_config(model.config).num_layers
+    for name, weight in model.named_parameters():
+        shared = weight.dim() == 3 and len(weight) == experts
+        if experts > chosen > 0 and (shared or ".experts." in name):
+            found += weight.numel() * chosen // experts
+        elif id(weight) not in tables:
+            found += weight.numel()
+    return found
+
+
+def _first_number(settings: dict[str, Any], names: tuple[str, ...]) -> int:
+    return next((settings[name] for name in names if isinstance(settings.get(name), int)), 0)
+
+
 def fingerprint(model: PreTrainedModel) -> str:
     """Return 16 hex digits that tell one target from another, see ``fingerprint_of``."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -72,6 +106,16 @@ def fingerprint_of(embedding: Tensor, head: Tensor) -> str:
         digest.update(repr(tuple(weight.shape)).encode())
         digest.update(sample.numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def other_layers(model: PreTrainedModel, marks: Mapping[str, str]) -> list[str]:
+    """Return the weights of a model that are not those that ``marks`` (name to ``fingerprint_of``) were made from.
+
+    Weights that the model lacks or that hold no plain numbers are not judged.
+    """
+    weights = dict(model.named_parameters())
+    made = {name: fingerprint_of(weights[name], weights[name]) for name in marks if name in weights}
+    return sorted(name for name, mark in made.items() if mark and mark != marks[name])
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hf_specgen.errors import IncompatibleDrafter, SpecGenError
+from hf_specgen.errors import IncompatibleDrafter, SpecGenError, reason_of
 
 CONFIG = "config.json"
 # the first that is there is read; heads of their own file go before a backbone that lies beside them
@@ -175,14 +175,18 @@ def hub_errors(name: str) -> Iterator[None]:
             f"is private, {log_in}."
         ) from error
     except HFValidationError as error:
-        raise SpecGenError(f"{name} is neither a folder here nor the name of a Hub repository: {error}") from error
+        raise SpecGenError(
+            f"{name} is neither a folder here nor the name of a Hub repository: {reason_of(error)}."
+        ) from error
     except LocalEntryNotFoundError as error:
         raise SpecGenError(
             f"{name} is neither a folder here nor in the local cache, and the Hub was not asked or not reached: go "
             "online (unset HF_HUB_OFFLINE, leave local_files_only out) once, or give a folder."
         ) from error
     except (HTTPError, ConnectionError) as error:
-        raise SpecGenError(f"{name}: the Hub could not be asked: {error}. Try again, or give a folder.") from error
+        raise SpecGenError(
+            f"{name}: the Hub could not be asked: {reason_of(error)}. Try again, or give a folder."
+        ) from error
 
 
 def weight_files(files: Files) -> list[str]:
@@ -227,7 +231,9 @@ def read_json(files: Files, file: str) -> dict[str, Any]:
     try:
         found = json.loads(files.path(file).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise IncompatibleDrafter(f"{files.name}: {file} is no JSON: {error}. Get the checkpoint anew.") from error
+        raise IncompatibleDrafter(
+            f"{files.name}: {file} is no JSON: {reason_of(error)}. Get the checkpoint anew."
+        ) from error
     if not isinstance(found, dict):
         raise IncompatibleDrafter(f"{files.name}: {file} holds {type(found).__name__}, an object is required.")
     return found
@@ -263,7 +269,7 @@ def _opened_safely(path: Path) -> Iterator[Any]:
             yield handle
     except SafetensorError as error:
         raise IncompatibleDrafter(
-            f"{path} is no readable safetensors file: {error}. Get it anew (in a git clone: git lfs pull)."
+            f"{path} is no readable safetensors file: {reason_of(error)}. Get it anew (in a git clone: git lfs pull)."
         ) from error
 
 

@@ -123,7 +123,7 @@ class SpeculativeDecoding:
     def _run(self, drafter: Drafter, target: Target, sequences: Sequences, log: OutputLog) -> AcceptanceStats:
         """Run the rounds: propose, score, verify, commit, until every row is finished."""
         stats = AcceptanceStats(
-            type(self.drafter).__name__,
+            self.drafter.title,
             str(sequences.rule),
             not isinstance(sequences.rule, Typical),
             [RowStats() for _ in sequences.tokens],

@@ -15,6 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen.costs import Costs
 from hf_specgen.errors import SpecGenError
+from hf_specgen.facts import step_size
 from hf_specgen.forward import check_arguments
 from hf_specgen.layer_kinds import layer_kinds
 from hf_specgen.lossy import Typical, read_rule, warn_lossy
@@ -92,7 +93,7 @@ def prepare(
         streamer=options.streamer,
         on_tokens=options.on_tokens,
         costs=Costs.default(device, model.dtype, is_prepacked(model)),
-        target_size=sum(parameter.numel() for parameter in model.parameters()),
+        target_size=step_size(model),
         tokenizer=options.tokenizer,
     )
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specgen.draft import Tree
-from hf_specgen.errors import UnsupportedTarget
+from hf_specgen.errors import UnsupportedTarget, reason_of
 from hf_specgen.forward import CachedModel
 
 TESTED = frozenset(
@@ -42,9 +42,8 @@ def check_target(model: PreTrainedModel) -> None:
         raise
     except Exception as error:  # whatever unknown code raises, the user must hear which model and why
         raise UnsupportedTarget(
-            f"{name} failed the one-round self-check with {type(error).__name__}: {error}. A decoder that takes a "
-            "4-D mask, "
-            "position_ids and a key/value cache is required. Use plain generate()."
+            f"{name} failed the one-round self-check with {type(error).__name__}: {reason_of(error)}. A decoder that "
+            "takes a 4-D mask, position_ids and a key/value cache is required. Use plain generate()."
         ) from error
     limit = _TOLERANCE.get(model.dtype, _HALF_TOLERANCE)
     if not worst <= limit:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 
 import torch
@@ -85,6 +86,7 @@ class Sequences:
         self.ids[:, :width] = self.prompt
         self.new = [0] * rows
         self.finished = [False] * rows
+        self._full: frozenset[int] = frozenset()
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -112,7 +114,13 @@ class Sequences:
     @property
     def room(self) -> list[int]:
         """Return how many draft tokens each row can use: one token of its budget is the target's own."""
-        return [max(0, left - 1) for left in self.remaining]
+        return [0 if row in self._full else max(0, left - 1) for row, left in enumerate(self.remaining)]
+
+    def without_room(self, rows: Collection[int]) -> Sequences:
+        """Return a view of the same rows in which those named have no room: another drafter drafts for them."""
+        view = copy(self)
+        view._full = self._full.union(rows)
+        return view
 
     def left_padded(self) -> Tensor:
         """Return the real tokens ``(B, longest)``, zeros before shorter rows."""

@@ -16,6 +16,7 @@ from hf_specgen.draft import DenseQ, Draft, Round, SparseQ, Verdict
 from hf_specgen.drafters.base import Drafter
 from hf_specgen.entry import EnabledGenerate, disable, enable
 from hf_specgen.errors import SpecGenError
+from hf_specgen.facts import step_size
 from hf_specgen.packing import is_prepacked
 from hf_specgen.requests import read_request, real_tokens, seed_rows
 from hf_specgen.sequences import DraftRequest, Sequences, Stops
@@ -51,7 +52,7 @@ class StockCandidates(CandidateGenerator):
                 "custom_generate=SpeculativeDecoding(drafter) for batches."
             )
         self.drafter = drafter
-        self.stats = AcceptanceStats(type(drafter).__name__, "stock", rows=[RowStats()])
+        self.stats = AcceptanceStats(drafter.title, "stock", rows=[RowStats()])
         self.taps, self.shown = Taps(model), dict[int, Tensor]()
         vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
         warp = Warp(processors, 1)
@@ -69,7 +70,7 @@ class StockCandidates(CandidateGenerator):
             greedy=not config.do_sample,
             request=read_request(config, model.generation_config, DraftRequest()),
             costs=Costs.default(device, model.dtype, is_prepacked(model)),
-            target_size=sum(parameter.numel() for parameter in model.parameters()),
+            target_size=step_size(model),
         )
         drafter.begin(self._sequences)
         ends = config.eos_token_id

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from fitted import untrained
 from tiny import Watch, ours, plain, tiny
+from torch import Tensor
 from train_runs import STEPS, Job, Pad, arguments, record, texts
 from transformers import PreTrainedModel
 
@@ -82,6 +83,39 @@ def decoded(model: PreTrainedModel, drafter: Drafter, rows: list[dict[str, Any]]
         assert text[0].tolist() == row["input_ids"]
         tokens, rounds = tokens + left - 1, rounds + len(watch.rounds) - 1  # without the prompt's round
     return tokens / rounds
+
+
+def rolled_out(drafter: Any, ids: Tensor, features: Tensor, steps: int) -> list[Tensor]:
+    """Draft behind the last of some pairs as decoding does: true features up to it, then the drafter's own states.
+
+    Shapes: ``ids (1, T)`` of the whole text, ``features (1, pair + 1, H)``. Returns: the states ``(H,)``.
+    """
+    pair, found = features.shape[1] - 1, []
+    for depth in range(min(steps, ids.shape[1] - 2 - pair)):
+        width = pair + 1 + depth
+        place = torch.arange(width)
+        mask = place[:, None] >= place
+        if drafter.config.sliding_window:
+            mask = mask & (place[:, None] - place < drafter.config.sliding_window)
+        states = drafter.step(ids[:, 1 : width + 1], features, place[None], mask[None, None], None)
+        features = torch.cat((features, states[:, -1:]), 1)
+        found.append(states[0, -1])
+    return found
+
+
+def as_slowly(drafter: Any, output: Any, slowly: Any, near: float = 1e-9, gradients: Any = (1e-7, 1e-10)) -> None:
+    """Demand loss, counts and every gradient of what ``slowly`` computes one by one; ``gradients``: rtol and atol."""
+    output.loss_sum.backward()
+    found = {name: part.grad for name, part in drafter.named_parameters()}
+    drafter.zero_grad()
+    loss, counts = slowly()
+    loss.backward()
+    assert abs(float((output.loss_sum - loss).detach())) < near * float(loss.detach())
+    torch.testing.assert_close(output.counts, counts, rtol=1e-5, atol=1e-5)
+    assert counts[:, 0].min() > 3
+    for name, part in drafter.named_parameters():
+        assert part.grad is not None and float(part.grad.abs().max()) > 0, name
+        torch.testing.assert_close(found[name], part.grad, rtol=gradients[0], atol=gradients[1])
 
 
 def maker(method: str) -> Any:

@@ -54,6 +54,22 @@ FORGETFUL = (
 # a header before the answer, and add_generation_prompt is ignored
 HEADSTRONG = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 
+# no answer has an end, a header follows
+ENDLESS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED_ENDLESS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TOOLS = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content }}{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+).replace("{{ m.content }}", "{% if m.content is string %}{{ m.content }}{% endif %}")
+
 CHAT = [
     {"role": "user", "content": "hi you"},
     {"role": "assistant", "content": "hello"},

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hf_specgen import SmallModel, WithLookup
 from hf_specgen.bench import exactness, machine, plots, report, run
 from hf_specgen.bench.compare import Divergence, find_divergence, first_difference, ratio_words, tie_tolerance
 from hf_specgen.bench.methods import Decoding, DrafterChoice, Method, Output, our_method, plain_method
@@ -331,13 +332,26 @@ def test_unknown_drafters_are_refused() -> None:
     def load(name: str) -> tuple[Any, Any]:
         return SimpleNamespace(name=name), "tokenizer"
 
-    for spec in ("eagle", "small-model", "small-model:", "learned:", "prompt-lookup:x"):
+    behind = [f"prompt-lookup+{rest}" for rest in ("", "none", "prompt-lookup", "learned:", "small-model:", "eagle")]
+    for spec in ("eagle", "small-model", "small-model:", "learned:", "prompt-lookup:x", *behind):
         with pytest.raises(SpecGenError, match="prompt-lookup, small-model:<id or path>, learned:<id or path>, none"):
             DrafterChoice.parse(spec, load)
     with pytest.raises(SpecGenError, match="Only small-model"):
         DrafterChoice.parse("prompt-lookup", load, sample=True)
     choice = DrafterChoice.parse("small-model:a/b:c", load, sample=True)
     assert (choice.model.name, choice.tokenizer, choice.sample) == ("a/b:c", "tokenizer", True)
+    both = DrafterChoice.parse("prompt-lookup+small-model:a+b", load, sample=True)
+    assert (both.model.name, both.sample) == ("a+b", True)
+
+
+def test_copies_and_a_small_model_are_made_prepacked_and_asked_for_a_length() -> None:
+    choice = DrafterChoice("prompt-lookup+small-model:x", model=tiny(1, layers=1))
+    for made in (choice, choice.prepacked()):
+        both = made.make(3)
+        assert isinstance(both, WithLookup) and isinstance(both.drafter, SmallModel)
+        assert both.drafter.model is made.model and both.drafter.num_tokens == both.lookup.num_tokens == 3
+    assert choice.prepacked().model is not choice.model
+    assert choice.stock(3) is None, "transformers has no counterpart"
 
 
 # --- exactness

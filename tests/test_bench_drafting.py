@@ -27,6 +27,7 @@ def test_every_case_is_measured() -> None:
         assert (row.layers_ms == 0) == row.case.startswith("medusa")
         assert row.rest_ms > 0
         assert row.share == row.draft_ms / row.step_ms
+        assert row.pass_ms > 0 and 0 < row.assumed < 1
     printed = table(rows, PLAN)
     assert printed.row_count == len(CASES)
 

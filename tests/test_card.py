@@ -220,6 +220,7 @@ def test_two_machines_and_a_lossy_rule(tmp_path: Path) -> None:
         ({"schema": "hf_specgen.bench/1", "methods": {}}, "is no result"),
         (bench(drafter={"name": "prompt-lookup"}), "the report measured prompt-lookup, not this drafter"),
         (bench(drafter={"name": "small-model:x"}), "the report measured small-model:x"),
+        (bench(drafter={"name": "prompt-lookup+learned:x"}), "the report measured prompt-lookup"),
     ],
 )
 def test_other_reports_are_refused(tmp_path: Path, report: dict[str, Any], words: str) -> None:

@@ -19,8 +19,10 @@ from tiny import (
     ours,
     plain,
     prompts,
+    some,
     texts_of,
     tiny,
+    with_learned,
 )
 
 import hf_specgen.cache
@@ -28,6 +30,7 @@ from hf_specgen import Draft, Drafter, PromptLookup, Round, SmallModel, Speculat
 from hf_specgen.sequences import Sequences
 
 SHORT = [3, 7, 12, 1]
+OWN = [kind for kind in KINDS if kind not in LEARNED]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +72,7 @@ def ends(target) -> dict[str, object]:
     return {"eos_token_id": [int(free[0, 5]), int(free[2, 20])], "pad_token_id": 0}
 
 
-@pytest.mark.parametrize("kind", ["by row", *KINDS])
+@pytest.mark.parametrize("kind", with_learned(["by row", *OWN]))
 def test_c10_ragged_batch(kind: str, target, ends: dict) -> None:
     ids, mask = prompts(SHORT)
     expected = plain(target, ids, mask, **ends)
@@ -102,7 +105,7 @@ def test_c10_ragged_batch(kind: str, target, ends: dict) -> None:
         assert len(rounds) - 1 == result.speculation.num_forwards == max(single)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", with_learned(OWN))
 def test_c10_permuted_rows_give_permuted_text(kind: str, target, ends: dict) -> None:
     ids, mask = prompts(SHORT)
     texts = texts_of(plain(target, ids, mask), mask)
@@ -113,7 +116,7 @@ def test_c10_permuted_rows_give_permuted_text(kind: str, target, ends: dict) -> 
     assert watch.longest >= 2
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", with_learned(OWN))
 def test_c10_a_finished_row_never_changes(kind: str, target, ends: dict) -> None:
     """Neither its text nor its cached length, while the others go on."""
     ids, mask = prompts(SHORT)
@@ -135,7 +138,7 @@ def test_c10_a_finished_row_never_changes(kind: str, target, ends: dict) -> None
     assert len(frozen) >= 2
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", with_learned(OWN))
 def test_c12_several_texts_of_one_prompt(kind: str, target) -> None:
     ids, _ = prompts([12])
     settings = {"do_sample": True, "max_new_tokens": 8, "top_k": 0, "num_return_sequences": 3}
@@ -174,8 +177,7 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[hf_specgen.cache.SlotCache]:
     return made
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("impl", ["eager", "sdpa"])
+@pytest.mark.parametrize(("kind", "impl"), some(KINDS, ("sdpa", "eager"), fast=[("small", "sdpa")]))
 def test_c13_sliding_window(kind: str, impl: str, caches: list) -> None:
     model = build("mistral", impl)
     for lengths in ([3, 36, 12, 7],) if kind == "sampled" or kind in LEARNED else ([3], [12], [36], [3, 36, 12, 7]):
@@ -211,7 +213,9 @@ class Proofread(Watch):
         return draft
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma3_text", *(pytest.param(f, marks=pytest.mark.slow) for f in ("mistral", "gpt_oss"))]
+)
 def test_c13_drafts_come_from_the_true_past(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rejected drafts must not have overwritten what a window still sees."""
     model = build(family, "eager" if family == "gpt_oss" else "sdpa")

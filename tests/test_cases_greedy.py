@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tiny import (
-    KINDS,
+    LEARNED,
     TREES,
     Keep,
     RandomTree,
@@ -17,6 +17,7 @@ from tiny import (
     ours,
     plain,
     prompts,
+    some,
     texts_of,
     tiny,
     with_learned,
@@ -27,6 +28,8 @@ from hf_specgen import PromptLookup, SmallModel, SpeculativeDecoding
 
 ROWS = [5, 17, 11, 24]
 GREEDY = ("lookup", "branches", "small", "tree")  # for a greedy target a sampling drafter drafts greedily: see C01
+OWN = ("lookup", "branches", "small", "sampled", "tree")
+REST = ((ROWS, GREEDY[:2]), ([12], GREEDY[2:]))
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +54,7 @@ def text(target, twelve: torch.Tensor) -> list[int]:
     return plain(target, twelve, max_new_tokens=40)[0].tolist()
 
 
-@pytest.mark.parametrize("quality", ["D+", "D-", "O", *KINDS])
+@pytest.mark.parametrize("quality", with_learned(["D+", "D-", "O", *OWN]))
 def test_c01_greedy_sweep(quality: str, target, twelve: torch.Tensor) -> None:
     padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), twelve], 1)
     cases = {
@@ -82,7 +85,7 @@ def first_gap(result: torch.Tensor, expected, start: int) -> list[tuple[int, flo
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", with_learned(OWN))
 def test_c01_bfloat16_differs_only_at_near_ties(kind: str, target) -> None:
     model = build("llama").bfloat16()
     torch.manual_seed(4)
@@ -144,7 +147,7 @@ def test_c02_eos_in_a_batch(kind: str, target) -> None:
 @pytest.mark.parametrize(
     ("kind", "tokens"),
     [
-        *((kind, tokens) for kind in ("lookup", "small") for tokens in (1, 3, 10, 20)),
+        *some(("lookup", "small"), (1, 3, 10, 20)),
         ("branches", 3),
         ("tree", 3),
         ("tree", 10),
@@ -193,8 +196,7 @@ def test_c04_a_prompt_of_500_in_a_model_of_512(target) -> None:
     assert 508 <= max(seen) < 512
 
 
-@pytest.mark.parametrize("kind", with_learned(GREEDY))
-@pytest.mark.parametrize("limit", [5, 24, 25, 29])
+@pytest.mark.parametrize(("limit", "kind"), some((5, 24, 25, 29), (*GREEDY, *LEARNED)))
 def test_c04_a_callers_own_length_limit(kind: str, limit: int, target) -> None:
     """Criteria are asked after a token, so a limit within the prompt leaves one."""
     ids, mask = prompts(ROWS)
@@ -235,17 +237,21 @@ HISTORY = {
 
 
 @pytest.mark.parametrize("name", HISTORY)
-def test_c06_history_processors(name: str, target) -> None:
-    for lengths in ([12], ROWS) if name != "watermark" else (ROWS,):  # a slow one
-        ids, mask = prompts(lengths)
-        free = plain(target, ids, mask, max_new_tokens=20)
-        settings = {"max_new_tokens": 20, **HISTORY[name](free[0, ids.shape[1] :].tolist())}
-        expected = plain(target, ids, mask, **settings)
-        assert not torch.equal(expected, free), "the processor did nothing"
-        for kind in GREEDY:
-            watch = drafter_of(kind, target, texts_of(expected, mask))
-            assert torch.equal(ours(target, watch, ids, mask, **settings), expected), (lengths, kind)
-            assert watch.longest >= 2 or len(lengths) == 1, kind
+@pytest.mark.parametrize(
+    ("lengths", "kinds"),
+    [(ROWS, GREEDY[2:]), ([12], GREEDY[:2]), *(pytest.param(*rest, marks=pytest.mark.slow) for rest in REST)],
+    ids=str,
+)
+def test_c06_history_processors(name: str, lengths: list[int], kinds: tuple[str, ...], target) -> None:
+    ids, mask = prompts(lengths)
+    free = plain(target, ids, mask, max_new_tokens=20)
+    settings = {"max_new_tokens": 20, **HISTORY[name](free[0, ids.shape[1] :].tolist())}
+    expected = plain(target, ids, mask, **settings)
+    assert not torch.equal(expected, free), "the processor did nothing"
+    for kind in kinds:
+        watch = drafter_of(kind, target, texts_of(expected, mask))
+        assert torch.equal(ours(target, watch, ids, mask, **settings), expected), (lengths, kind)
+        assert watch.longest >= 2 or len(lengths) == 1, kind
 
 
 @pytest.mark.parametrize("kind", with_learned(GREEDY))
@@ -259,8 +265,7 @@ def test_c06_forced_first_token(kind: str, target) -> None:
     assert watch.longest >= 2
 
 
-@pytest.mark.parametrize("sample", [False, True])
-@pytest.mark.parametrize("name", ["repetition", "no repeat", "bias", "allowed"])
+@pytest.mark.parametrize(("name", "sample"), some(("repetition", "no repeat", "bias", "allowed"), (False, True)))
 def test_c06_an_identical_drafter_is_always_right(name: str, sample: bool, target, ref: list[int]) -> None:
     """The processors reach the drafter too: with the target as drafter nothing is refused."""
     ids, mask = prompts(ROWS)
@@ -268,7 +273,7 @@ def test_c06_an_identical_drafter_is_always_right(name: str, sample: bool, targe
     assert result.speculation.total.draft_acceptance_rate == 1.0
 
 
-@pytest.mark.parametrize("place", [1, 4, 9])
+@pytest.mark.parametrize("place", [4, *(pytest.param(place, marks=pytest.mark.slow) for place in (1, 9))])
 def test_c05_minimum_lengths(place: int, target, twelve: torch.Tensor, text: list[int]) -> None:
     longest = dict.fromkeys(GREEDY, 0)
     for least in (*({"min_new_tokens": n} for n in (3, 7, 11, 20)), {"min_length": 25}):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from law import enumerate_law, p_value
-from tiny import RandomTree, Watch, disturbed, tiny
+from tiny import RandomTree, Watch, disturbed, some, tiny
 
 import hf_specgen.drafters.small_model
 import hf_specgen.verify
@@ -65,7 +65,9 @@ def draw(
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name", ["plain", "top-p, repetition", *(pytest.param(n, marks=pytest.mark.slow) for n in list(SETTINGS)[1::2])]
+)
 def test_deterministic_drafts(name: str, eight) -> None:
     settings, count = SETTINGS[name]
     law = enumerate_law(eight, prompt(8), do_sample=True, **settings)
@@ -85,8 +87,7 @@ def test_deterministic_drafts(name: str, eight) -> None:
     assert p_value(draws[:, [1, 0, 2]], law, 8) < ENOUGH or len(law) < 9, "the test tells laws apart"
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block", "gumbel"])
-@pytest.mark.parametrize("quality", ["D+", "D-"])
+@pytest.mark.parametrize(("quality", "rule"), some(("D+", "D-"), ("rejection", "block", "gumbel")))
 def test_sampled_drafts(quality: str, rule: str, four) -> None:
     count = 400 if rule == "gumbel" else 3_000
     law = enumerate_law(four, prompt(4), 4, do_sample=True, top_k=0)
@@ -98,8 +99,7 @@ def test_sampled_drafts(quality: str, rule: str, four) -> None:
     assert p_value(draws, law, 4) > ENOUGH
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-@pytest.mark.parametrize("name", ["temperature, top-k", "top-p, repetition"])
+@pytest.mark.parametrize(("name", "rule"), some(("temperature, top-k", "top-p, repetition"), ("rejection", "block")))
 def test_sampled_drafts_under_processors(name: str, rule: str, eight) -> None:
     settings, _ = SETTINGS[name]
     law = enumerate_law(eight, prompt(8), do_sample=True, **settings)
@@ -109,9 +109,9 @@ def test_sampled_drafts_under_processors(name: str, rule: str, eight) -> None:
     assert p_value(draws, law, 8) > ENOUGH
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [(8, 10), (10, 8)])
-@pytest.mark.parametrize("sample", [False, True])
-def test_c15_padded_vocabularies_keep_the_law(ours: int, theirs: int, sample: bool) -> None:
+@pytest.mark.parametrize(("sizes", "sample"), some(((8, 10), (10, 8)), (True, False)))
+def test_c15_padded_vocabularies_keep_the_law(sizes: tuple[int, int], sample: bool) -> None:
+    ours, theirs = sizes
     model, small = model_of(ours), model_of(theirs)
     law = enumerate_law(model, prompt(8), do_sample=True, top_k=0)
     watch = Watch(SmallModel(small, 3, sample=sample))
@@ -145,8 +145,7 @@ class SampledTree(Drafter):
         return Draft(drawn, tree, n_valid, q, self.different)
 
 
-@pytest.mark.parametrize("different", [False, True])
-@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize(("sparse", "different"), some((False, True), (False, True)))
 def test_sampled_trees(sparse: bool, different: bool, four) -> None:
     law = enumerate_law(four, prompt(4), 4, do_sample=True, top_k=0)
     watch = Watch(SampledTree([0.7, 0.2, 0.1, 0.0], different, sparse))

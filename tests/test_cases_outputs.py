@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from tiny import KINDS, TREES, Keep, Watch, drafter_of, letters, plain, prompts, texts_of, tiny
+from tiny import KINDS, TREES, Keep, Watch, drafter_of, letters, plain, prompts, some, texts_of, tiny
 from transformers import LogitsProcessor, TextIteratorStreamer
 
 from hf_specgen import Costs, PromptLookup, SmallModel, SpecGenError, SpeculativeDecoding, disable, enable, last_stats
@@ -51,8 +51,9 @@ def assert_close(ours, theirs, rows: list[int]) -> None:
             assert torch.allclose(layer[alive][:, columns], other[alive][:, columns], atol=1e-4), step
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}])
+@pytest.mark.parametrize(
+    ("kind", "settings"), some(KINDS, ({}, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}))
+)
 def test_c20_outputs_and_stream(kind: str, settings: dict, target) -> None:
     ids, mask = prompts([12])
     expected = plain(target, ids, mask, **EVERYTHING, **settings)
@@ -157,8 +158,7 @@ class RaisesAtFour(LogitsProcessor):
         return scores
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("how", ["assistant_model", "custom_generate"])
+@pytest.mark.parametrize(("kind", "how"), some(KINDS, ("assistant_model", "custom_generate")))
 def test_c23_no_residue(kind: str, how: str) -> None:
     model, other = tiny(), tiny(2)
     ids, mask = prompts([12])

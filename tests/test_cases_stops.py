@@ -48,8 +48,9 @@ class Recorder(StoppingCriteria):
         return torch.tensor([self.when(row) for row in input_ids])
 
 
-def test_c03a_stop_strings(target, tokenizer, twelve: torch.Tensor, text: list[int]) -> None:
-    """75 strings; a string that occurs earlier stops earlier, as in plain decoding."""
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_c03a_stop_strings(every: bool, target, tokenizer, twelve: torch.Tensor, text: list[int]) -> None:
+    """75 strings; a string that occurs earlier stops earlier, as in plain decoding. Drafters take turns, or all do."""
     longest = dict.fromkeys(GREEDY, 0)
     inside = 0
     enable(target)
@@ -57,7 +58,7 @@ def test_c03a_stop_strings(target, tokenizer, twelve: torch.Tensor, text: list[i
         for width in (1, 2, 3):
             settings = {"stop_strings": tokenizer.decode(text[12 + start : 12 + start + width]), "tokenizer": tokenizer}
             expected = plain(target, twelve, max_new_tokens=40, **settings)
-            for kind in GREEDY if width == 2 else (GREEDY[(start + width // 2) % 4],):
+            for kind in GREEDY if every else (GREEDY[(start + width) % 4],):
                 watch = drafter_of(kind, target, [text])
                 result = plain(target, twelve, max_new_tokens=40, assistant_model=watch, **settings)
                 assert torch.equal(result, expected), (kind, start, width)
@@ -93,7 +94,8 @@ def test_c03a_stop_strings_need_their_tokenizer(target, twelve: torch.Tensor) ->
     disable(target)
 
 
-def test_c03b_a_criterion_on_the_newest_token(target, twelve: torch.Tensor, text: list[int]) -> None:
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_c03b_a_criterion_on_the_newest_token(every: bool, target, twelve: torch.Tensor, text: list[int]) -> None:
     """29 criteria; each sees every prefix once and in order, and none beyond the stop."""
     longest = dict.fromkeys(GREEDY, 0)
     for place in range(1, 30):
@@ -101,7 +103,7 @@ def test_c03b_a_criterion_on_the_newest_token(target, twelve: torch.Tensor, text
         expected = plain(
             target, twelve, max_new_tokens=40, stopping_criteria=[Recorder(lambda row, t=stop: row[-1] == t)]
         )
-        for kind in GREEDY:
+        for kind in GREEDY if every else (GREEDY[place % 4], GREEDY[(place + place // 4 % 3 + 1) % 4]):
             watch, criterion = drafter_of(kind, target, [text]), Recorder(lambda row, t=stop: row[-1] == t)
             result = ours(target, watch, twelve, max_new_tokens=40, stopping_criteria=[criterion])
             assert torch.equal(result, expected), (kind, place)

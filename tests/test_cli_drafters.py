@@ -302,6 +302,26 @@ def test_generate_and_verify_with_a_learned_drafter(pair: tuple[str, str], tmp_p
     assert "neither a folder here" in refused("generate", "abc", *common, "--drafter", "learned:nowhere/at-all")
 
 
+def test_copies_before_a_learned_drafter(pair: tuple[str, str], tmp_path: Path) -> None:
+    target, drafter = pair
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("abcabcabc\n\nhello\n")
+    common = ("--target", target, "--max-new-tokens", "12", "--no-chat")
+    both = ("--drafter", f"prompt-lookup+{drafter}")
+    assert fine("generate", "abcabc", *common, *both) == fine("generate", "abcabc", *common, "--drafter", "none")
+    assert fine("generate", "abcabc", *common, *both, "--temperature", "1.0", "--seed", "1", "--sample-drafts")
+    checks = ("--prompts", prompts, "--law-samples", "64", "--num-tokens", "3")
+    text = fine("verify", *common, *both, *checks)
+    assert "identical to plain greedy: 2/2" in text and "fits" in text and not re.search(r"\b0 tokens drafted", text)
+    out = ("--out", tmp_path / "out", "--prompts", prompts, "--repeats", "1")
+    fine("bench", *common, *both, *out)
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["drafter"]["name"] == both[1]
+    assert "cannot take part: it knows no drafter prompt-lookup+learned:" in refused(
+        "bench", *common, *both, *out, "--stock"
+    )
+    assert "neither a folder here" in refused("generate", "a", *common, "--drafter", "prompt-lookup+learned:nowhere/x")
+
+
 def test_bench_feeds_the_card(pair: tuple[str, str], tmp_path: Path) -> None:
     target, drafter = pair
     prompts = tmp_path / "prompts.txt"

@@ -5,13 +5,18 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import Watch, ours, plain, prompts, texts_of, tiny
+from tiny import Watch, build, ours, plain, prompts, texts_of, tiny
 
 from hf_specgen import Costs, PromptLookup, SmallModel
 from hf_specgen.costs import Rate
+from hf_specgen.drafter_config import DrafterConfig
+from hf_specgen.drafters import features, medusa
+from hf_specgen.facts import LAYER_OVERHEAD, PASS_OVERHEAD, step_size
+from hf_specgen.loading import drafter_class
 
 
 def expected_tokens(rate: float, width: int) -> float:
@@ -202,3 +207,50 @@ def test_a_lookup_adapts_to_right_and_to_wrong_texts(lengths: list[int], slope: 
     drafted = [sum(round.proposed) for round in wrong.rounds]
     assert out.speculation.num_accepted_tokens == 0
     assert 0 < sum(drafted[:20]) and not any(drafted[40:]), "later nothing is proposed"
+
+
+def weights_of(model, *parts: str) -> int:
+    return sum(weight.numel() for name, weight in model.named_parameters() if any(part in name for part in parts))
+
+
+@pytest.mark.parametrize(("family", "chosen", "of"), [("mixtral", 2, 4), ("qwen3_moe", 2, 4), ("deepseek_v3", 2, 4)])
+def test_a_step_reads_the_experts_that_a_token_takes(family: str, chosen: int, of: int) -> None:
+    model = build(family)
+    every = sum(weight.numel() for weight in model.parameters())
+    experts = weights_of(model, ".experts.")
+    assert experts > 0
+    read = every - weights_of(model, "embed_tokens") - experts + experts * chosen // of
+    assert step_size(model) == read + PASS_OVERHEAD + 2 * LAYER_OVERHEAD
+
+
+def test_an_embedding_counts_where_it_is_the_head() -> None:
+    apart, tied = tiny(tie_word_embeddings=False), tiny(tie_word_embeddings=True)
+    read = sum(weight.numel() for weight in tied.parameters())
+    assert step_size(apart) == step_size(tied) == read + PASS_OVERHEAD + 2 * LAYER_OVERHEAD
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "measured"),
+    [
+        ("eagle", {"own_head": False}, 0.141),
+        ("eagle", {"own_head": False, "draft_vocab_size": 12_288}, 0.080),
+        ("eagle3", {}, 0.148),
+        ("eagle3", {"draft_vocab_size": 12_288}, 0.073),
+        ("medusa", {"num_heads": 4}, 0.123),
+        ("medusa", {"num_heads": 4, "draft_vocab_size": 12_288}, 0.036),
+    ],
+)
+def test_the_cost_of_a_drafted_token_is_what_was_measured(method: str, settings: dict, measured: float) -> None:
+    """SmolLM2's sizes, the figures of docs/benchmarks.md: neither the head nor the many small layers are all of it."""
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
+    head = 49_152 * 576
+    target = head + 30 * (3 * 576 * 1536 + 2 * 576 * 576 + 2 * 576 * 192 + 2 * 576) + 576
+    target += PASS_OVERHEAD + 30 * LAYER_OVERHEAD
+    aux = [2, 15, 27] if method == "eagle3" else None
+    config = DrafterConfig(method, **sizes, vocab_size=49_152, aux_layer_boundaries=aux, **settings)
+    with torch.device("meta"):
+        drafter = drafter_class(method)(config)
+    rows = head if "draft_vocab_size" not in settings else 12_288 * 576
+    drafter._parts = SimpleNamespace(head_size=rows)
+    share = medusa._cost if method == "medusa" else features._share
+    assert share(drafter, SimpleNamespace(target_size=target)) == pytest.approx(measured, rel=0.2)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from support_features import unchanged
-from tiny import disturbed, ours, plain, prompts, texts_of, tiny
+from tiny import disturbed, ours, plain, prompts, some, texts_of, tiny
 from transformers import GenerationConfig
 
 from hf_specgen import Costs, PromptLookup, SmallModel, SpecGenError, SpeculativeDecoding, enable
@@ -62,10 +62,16 @@ def constant(tokens: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("kind", "lengths"), [("lookup", FOUR), ("small", ONE), ("small", FOUR)])
-@pytest.mark.parametrize("tokens", [1, 3, 20])
-@pytest.mark.parametrize("where", ["call", "config", "model", "drafter", "call and all others", "constant"])
-def test_a_number_is_a_constant_length(where: str, tokens: int, kind: str, lengths: list[int], widths) -> None:
+@pytest.mark.parametrize(
+    ("where", "tokens", "rows"),
+    some(
+        ("call", "config", "model", "drafter", "call and all others", "constant"),
+        (1, 3, 20),
+        (("lookup", FOUR), ("small", ONE), ("small", FOUR)),
+    ),
+)
+def test_a_number_is_a_constant_length(where: str, tokens: int, rows: tuple[str, list[int]], widths) -> None:
+    kind, lengths = rows
     if where in ("config", "model"):
         tokens = min(tokens, 19)  # 20 is transformers' own default there and says nothing
     model = tiny()
@@ -157,7 +163,10 @@ def sharp(model, factor: float = 4.0):
     return copied
 
 
-@pytest.mark.parametrize("where", ["call", "config", "model", "drafter", "drafter's config"])
+@pytest.mark.parametrize(
+    "where",
+    ["call", "drafter", *(pytest.param(w, marks=pytest.mark.slow) for w in ("config", "model", "drafter's config"))],
+)
 def test_an_unsure_drafter_stops_early(where: str, widths) -> None:
     model = tiny()
     small = sharp(disturbed(model))

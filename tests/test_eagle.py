@@ -10,7 +10,7 @@ import pytest
 import torch
 from feature_cases import RAGGED, SHAPES, Steered, config_of, drafter_of, rollout, run_pairs, true_features
 from oracle import drafter_from, eagle3_oracle, eagle_oracle, oracle_target
-from tiny import Watch, build, ours, plain, prompts, texts_of, tiny
+from tiny import Watch, build, ours, plain, prompts, some, texts_of, tiny
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from hf_specgen import Costs, IncompatibleDrafter, SpecGenError, SpeculativeDecoding
@@ -140,8 +140,7 @@ def test_greedy_text_is_plain_at_any_length_and_end(method: str) -> None:
         assert watch.longest >= 2
 
 
-@pytest.mark.parametrize("lengths", [[12], RAGGED])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "lengths"), some(METHODS, ([12], RAGGED)))
 def test_the_default_is_an_adaptive_chain(method: str, lengths: list[int]) -> None:
     model = tiny()
     ids, mask = prompts(lengths)
@@ -205,9 +204,7 @@ def test_processors_that_reorder_tokens_are_asked_when_drafting() -> None:
             assert found and ("bad_words_ids" not in settings or not found & set(range(1, 50)))
 
 
-@pytest.mark.parametrize("rule", ["rejection", "gumbel"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "shape", "rule"), some(METHODS, SHAPES, ("rejection", "gumbel")))
 def test_the_text_of_the_seed(method: str, shape: str, rule: str) -> None:
     """Deterministic drafts never change it; a row alone, permuted or in company writes the same."""
     model = build("llama").double()  # in float32 a coin on a boundary of two laws would follow the batch's shape
@@ -348,7 +345,7 @@ def test_refusals_come_before_the_first_token() -> None:
         drafter_of("eagle").propose(None)
     with pytest.raises(SpecGenError, match="layer_type"):
         EagleDrafter(config_of("eagle", layer_type="mamba"))
-    for settings in ({"own_head": True}, {"draft_vocab_size": 9}, {"target_hidden_size": 64}):
+    for settings in ({"own_head": True}, {"target_hidden_size": 64}):
         with pytest.raises(SpecGenError, match="eagle3"):
             EagleDrafter(config_of("eagle", **settings))
 

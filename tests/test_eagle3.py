@@ -90,7 +90,6 @@ def test_configurations_that_contradict_themselves() -> None:
         ({"norm_before_fc": True, "fc_norm": True}, "exclude"),
         ({"hidden_size": 64, "target_hidden_size": 32}, "embedding does not fit"),
         ({"hidden_size": 64, "target_hidden_size": 32, "own_embedding": True, "own_head": False}, "head does not fit"),
-        ({"own_head": False, "draft_vocab_size": 16}, "no such rows"),
     ):
         with pytest.raises(SpecGenError, match=match):
             Eagle3Drafter(config_of("eagle3", **settings))

@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 from support_features import Forwards, unchanged
-from tiny import assert_ran, build, disturbed, drafter_of, ours, plain, prompts, texts_of, tiny
+from tiny import assert_ran, build, disturbed, drafter_of, ours, plain, prompts, some, texts_of, tiny
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import stopping_criteria as hf_stops
@@ -32,9 +32,7 @@ def ends_of(output: torch.Tensor, width: int, eos: int) -> list[int]:
     return [text.index(eos) + 1 if eos in text else len(text) for text in texts]
 
 
-@pytest.mark.parametrize("chunk", [None, 5])
-@pytest.mark.parametrize("kind", ["lookup", "tree", "small"])
-@pytest.mark.parametrize("lengths", [ONE, FOUR])
+@pytest.mark.parametrize(("kind", "lengths", "chunk"), some(("lookup", "tree", "small"), (ONE, FOUR), (None, 5)))
 def test_scores_logits_and_hidden_states(kind: str, lengths: list[int], chunk: int | None) -> None:
     model = tiny()
     ids, mask = prompts(lengths)
@@ -290,8 +288,7 @@ def test_processors_that_know_prompts_meet_several_continuations() -> None:
     assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text"])
-@pytest.mark.parametrize("lengths", [[21], [21, 4, 13, 1]])
+@pytest.mark.parametrize(("family", "lengths"), some(("llama", "mistral", "gemma3_text"), ([21, 4, 13, 1], [21])))
 def test_prompts_read_in_chunks(family: str, lengths: list[int]) -> None:
     model = build(family)
     ids, mask = prompts(lengths)
@@ -305,8 +302,9 @@ def test_prompts_read_in_chunks(family: str, lengths: list[int]) -> None:
         assert torch.equal(found, wanted), chunk
 
 
-@pytest.mark.parametrize("lengths", [ONE, FOUR])
-@pytest.mark.parametrize("case", ["minimum", "minimum length", "list", "pad is eos", "minimum and list"])
+@pytest.mark.parametrize(
+    ("case", "lengths"), some(("minimum", "minimum length", "list", "pad is eos", "minimum and list"), (FOUR, ONE))
+)
 def test_ends_of_texts(case: str, lengths: list[int]) -> None:
     model = tiny()
     ids, mask = prompts(lengths)
@@ -330,8 +328,7 @@ def test_ends_of_texts(case: str, lengths: list[int]) -> None:
     assert wanted.shape[1] < free.shape[1] or not torch.equal(wanted, free)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("sampling", [False, True])
+@pytest.mark.parametrize(("dtype", "sampling"), some((torch.float64, torch.bfloat16, torch.float16), (False, True)))
 def test_other_precisions_and_no_cache(dtype: torch.dtype, sampling: bool) -> None:
     model = tiny().to(dtype)
     ids, mask = prompts(FOUR)
@@ -392,8 +389,9 @@ class Trouble(Exception):
     """Raised by the user's own code."""
 
 
-@pytest.mark.parametrize("error", [Trouble, KeyboardInterrupt])
-@pytest.mark.parametrize("where", ["processor", "criterion", "streamer", "on_tokens"])
+@pytest.mark.parametrize(
+    ("where", "error"), some(("processor", "criterion", "streamer", "on_tokens"), (Trouble, KeyboardInterrupt))
+)
 def test_an_exception_in_the_users_code_leaves_nothing_behind(where: str, error: type[BaseException]) -> None:
     model = tiny()
     ids, mask = prompts(ONE)

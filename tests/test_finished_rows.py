@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import RandomTree, Watch, build, disturbed, plain, prompts, texts_of
+from tiny import RandomTree, Watch, build, disturbed, plain, prompts, some, texts_of
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from hf_specgen import Drafter, PromptLookup, SmallModel, SpeculativeDecoding
@@ -68,9 +68,10 @@ def run(model, drafter: Drafter | None, ids, mask, budgets: list[int], **setting
     return model.generate(input_ids=ids, attention_mask=mask, **settings)
 
 
-@pytest.mark.parametrize("kind", ["lookup", "tree", "small"])
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("budgets", [[3, 24, 9, 1, 15], [24, 2, 24, 2, 2], [1, 1, 2, 24, 1]])
+@pytest.mark.parametrize(
+    ("budgets", "family", "kind"),
+    some(([3, 24, 9, 1, 15], [24, 2, 24, 2, 2], [1, 1, 2, 24, 1]), FAMILIES, ("lookup", "tree", "small")),
+)
 def test_text_is_plain_while_rows_leave(kind: str, family: str, budgets: list[int], passes: list) -> None:
     model = build(family)
     ids, mask = prompts(LENGTHS)

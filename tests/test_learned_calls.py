@@ -12,7 +12,15 @@ from fitted import fitted, untrained
 from tiny import COMMON, FAMILIES, Keep, Watch, build, disturbed, ours, plain, prompts, texts_of, tiny
 from torch import nn
 
-from hf_specgen import PromptLookup, SmallModel, SpecGenError, SpeculativeDecoding, load_drafter, stock_candidates
+from hf_specgen import (
+    PromptLookup,
+    SmallModel,
+    SpecGenError,
+    SpeculativeDecoding,
+    WithLookup,
+    load_drafter,
+    stock_candidates,
+)
 from hf_specgen.drafters.learned import TargetParts
 from hf_specgen.drafters.sequoia import Measured
 from hf_specgen.taps import FINAL, Taps
@@ -21,12 +29,14 @@ CHAIN = {"tree": "chain", "num_tokens": 3}
 TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 DYNAMIC = {"top_k": 2, "depth": 3, "nodes": 5}
 METHODS: dict[str, dict[str, object]] = {"medusa": {"num_heads": 3}, "eagle": {}, "eagle3": {}}
-KINDS = (*METHODS, "lookup", "small", "measured")
+KINDS = (*METHODS, "lookup", "small", "measured", "both")
 
 
 def drafter_of(kind: str, model, texts: list[list[int]], tree: object = None):
     if kind in METHODS:
         return fitted(kind, model, texts, **METHODS[kind], tree=tree or DYNAMIC)
+    if kind == "both":
+        return WithLookup(drafter_of("eagle3", model, texts), PromptLookup(corpus=[text[-8:] for text in texts]))
     if kind == "measured":
         return Measured(fitted("eagle", model, texts, tree=[[0], [1], [0, 0]]), ((0,), (1,), (0, 0)))
     return PromptLookup(4, corpus=texts) if kind == "lookup" else SmallModel(disturbed(model), 4)

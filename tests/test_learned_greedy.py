@@ -30,7 +30,7 @@ CASES = [
         family,
         method,
         shape,
-        marks=() if family == "llama" or (at + number + place) % 3 == 0 else pytest.mark.slow,
+        marks=() if (at + number + place) % 3 == 0 else pytest.mark.slow,
     )
     for place, family in enumerate(TARGETS)
     for at, method in enumerate(METHODS)

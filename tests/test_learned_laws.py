@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from fitted import untrained
 from law import enumerate_law, p_value
-from tiny import Watch, tiny
+from tiny import Watch, some, tiny
 
 from hf_specgen import DenseQ, Draft, Drafter, SpecGenError, SpeculativeDecoding
 
@@ -60,8 +61,14 @@ def draw(model, drafter: Drafter | None, count: int, rule: str = "rejection", to
     return model.generate(ids, **asked, max_new_tokens=tokens + 2, **settings)[:, 6 : 6 + tokens]
 
 
-@pytest.mark.parametrize(("method", "shape"), PAIRS)
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    ("name", "method", "shape"),
+    [
+        pytest.param(name, *pair, marks=() if pair == quick else pytest.mark.slow)
+        for name, quick in zip(SETTINGS, QUICK, strict=True)
+        for pair in product(METHODS, SHAPES)
+    ],
+)
 def test_deterministic_drafts_change_no_text(name: str, method: str, shape: str, eight) -> None:
     """Sample-and-match: the text is a function of the seed alone, and follows the target's law without a drafter."""
     watch = Watch(untrained(method, eight, [1, 3, 4], reduced=method == "eagle3", **METHODS[method], **SHAPES[shape]))
@@ -100,10 +107,14 @@ def test_sampled_drafts(method: str, shape: str, rule: str, four) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "shape"), [("medusa", "chain"), ("medusa", "static"), ("eagle", "static"), ("eagle3", "static")]
+    ("drafter", "name"),
+    some(
+        (("medusa", "chain"), ("medusa", "static"), ("eagle", "static"), ("eagle3", "static")),
+        ("temperature, top-k", "top-p, repetition"),
+    ),
 )
-@pytest.mark.parametrize("name", ["temperature, top-k", "top-p, repetition"])
-def test_sampled_drafts_under_processors(name: str, method: str, shape: str, eight) -> None:
+def test_sampled_drafts_under_processors(name: str, drafter: tuple[str, str], eight) -> None:
+    method, shape = drafter
     settings, count = SETTINGS[name], 200 if name == "top-p, repetition" else 800
     law = enumerate_law(eight, prompt(8), 3, do_sample=True, **settings)
     watch = sampled(method, eight, shape, reduced=method == "eagle3")
@@ -112,8 +123,7 @@ def test_sampled_drafts_under_processors(name: str, method: str, shape: str, eig
     assert p_value(draws, law, 8) > ENOUGH
 
 
-@pytest.mark.parametrize("shape", ["chain", "static"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "shape"), some(METHODS, ("chain", "static")))
 def test_coupled_drafts_change_no_text(method: str, shape: str, eight) -> None:
     """rule='gumbel': sampled drafts share the target's noise, the text is that of the seed."""
     expected = draw(eight, None, 40, "gumbel", top_k=0)
@@ -189,8 +199,7 @@ def allowed(row: int, text: torch.Tensor) -> list[int]:
     return [5, 4] if len(new) % 2 else [3, 6]
 
 
-@pytest.mark.parametrize("shape", ["chain", "static"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "shape"), some(METHODS, ("chain", "static")))
 def test_no_processor_is_asked_about_impossible_drafts(method: str, shape: str, eight) -> None:
     """Where fewer tokens are possible than a tree has ranks, or none, what is left over is no token."""
     watch = sampled(method, eight, shape, reduced=method == "eagle3")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from law import enumerate_law, p_value
 from support_medusa import fitted
-from tiny import Watch, ours, plain, prompts, texts_of, tiny
+from tiny import Watch, ours, plain, prompts, some, texts_of, tiny
 from transformers import LogitsProcessorList
 
 from hf_specgen import DenseQ, SpeculativeDecoding
@@ -63,8 +63,9 @@ def draw(model, drafter, count: int, rule: str = "rejection", **settings) -> tor
     return result[:, 5 : 5 + NEW]
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block", "gumbel"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("rule", "shape"), some(("gumbel", "rejection", "block"), SHAPES, fast=[("rejection", "static")])
+)
 def test_drawn_drafts_keep_the_law(shape: str, rule: str, six) -> None:
     if rule == "block" and shape == "static":
         pytest.skip("refused: see test_medusa.py")
@@ -78,8 +79,7 @@ def test_drawn_drafts_keep_the_law(shape: str, rule: str, six) -> None:
     assert p_value(draws, law, 6) > ENOUGH
 
 
-@pytest.mark.parametrize("name", ["temperature, top-k", "top-p, repetition"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "name"), some(SHAPES, ("temperature, top-k", "top-p, repetition")))
 def test_drawn_drafts_keep_the_law_under_processors(shape: str, name: str, six) -> None:
     settings = SETTINGS[name]
     law = enumerate_law(six, prompt(), NEW, do_sample=True, **settings)
@@ -116,8 +116,7 @@ def test_siblings_are_drawn_without_replacement_and_the_verdict_is_told(told: bo
     assert p_value(draws, law, 6) > ENOUGH if told else p_value(draws, law, 6) < 1e-6
 
 
-@pytest.mark.parametrize("tree", ["chain", TREE, {"top_k": 3, "depth": 3, "nodes": 8}], ids=str)
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(("name", "tree"), some(SETTINGS, ("chain", TREE, {"top_k": 3, "depth": 3, "nodes": 8})))
 def test_picked_drafts_leave_the_text_to_the_seed(name: str, tree, six) -> None:
     """Deterministic drafts: the same seed writes the same text with any tree and with none."""
     watch = Watch(heads_for(six, tree=tree))

@@ -21,7 +21,7 @@ from oracle import (
     medusa_oracle,
     oracle_target,
 )
-from tiny import Watch, ours, plain
+from tiny import Watch, ours, plain, some
 
 from hf_specgen import Round
 from hf_specgen.drafters.learned import LearnedDrafter
@@ -130,8 +130,7 @@ def texts() -> Texts:
     return Texts()
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "shape"), some(NAMES, SHAPES))
 def test_full_depth_at_every_prompt_length(name: str, shape: str, texts) -> None:
     settings, depth = SHAPES[shape]
     drafter = drafter_from(weights_of(name, texts.targets[target_of(name)], **settings))

@@ -137,6 +137,7 @@ def answer(done: subprocess.CompletedProcess[str]) -> list[object]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow  # with the package is the harder case
 def test_transformers_from_the_root_without_the_kernels_package(tmp_path: Path) -> None:
     installed = any(dist.name == "kernels" for dist in importlib.metadata.distributions())
     here = answer(python(ASK_TRANSFORMERS, ROOT))
@@ -149,6 +150,7 @@ def test_transformers_from_the_root_with_the_kernels_package(stub: Path) -> None
     assert answer(python(ASK_TRANSFORMERS, ROOT, stub)) == [True, str(stub / "kernels" / "__init__.py")]
 
 
+@pytest.mark.slow
 def test_an_init_file_in_kernels_would_break_transformers(stub: Path, tmp_path: Path) -> None:
     root = copy_tree(tmp_path / "root")
     (root / "kernels" / "__init__.py").touch()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import Watch, garbled, ours, plain, prompts, texts_of, tiny
+from tiny import Watch, garbled, ours, plain, prompts, some, texts_of, tiny
 
 from hf_specgen import Costs, Draft, PromptLookup, Round, SpecGenError, Verdict
 from hf_specgen.drafters.prompt_lookup import merge
@@ -380,9 +380,7 @@ def test_work_of_a_round_does_not_grow_with_the_context(branches: int) -> None:
     assert max(uses for uses, _ in work[6000]) <= 2 * 3 * 5 + 3, "three reads and writes a new token, three to search"
 
 
-@pytest.mark.parametrize("branches", [1, 2, 3])
-@pytest.mark.parametrize("lengths", [[12], [5, 17, 11, 24]])
-@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize(("sampled", "lengths", "branches"), some((False, True), ([12], [5, 17, 11, 24]), (1, 2, 3)))
 def test_text_is_the_text_without_it(branches: int, lengths: list[int], sampled: bool) -> None:
     model = tiny()
     ids, mask = prompts(lengths)

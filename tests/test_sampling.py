@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import Watch, assert_ran, build, disturbed, drafter_of, plain, prompts, texts_of, tiny
+from tiny import Watch, assert_ran, build, disturbed, drafter_of, plain, prompts, some, texts_of, tiny
 
 import hf_specgen.ops
 from hf_specgen import PromptLookup, SmallModel, SpecGenError, SpeculativeDecoding, enable
@@ -37,8 +37,7 @@ def sample(model, drafter, ids, mask=None, rule: str = "rejection", **settings) 
     return plain(model, ids, mask, do_sample=True, custom_generate=SpeculativeDecoding(drafter, rule), **settings)
 
 
-@pytest.mark.parametrize("name", WARPERS)
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(("name", "rows"), some(WARPERS, (4, 1)))
 def test_any_drafter_gives_the_text_of_the_seed(name: str, rows: int, target) -> None:
     ids, mask = prompts(ROWS if rows == 4 else [12])
     settings = {"seed": 5, **WARPERS[name]}
@@ -57,8 +56,7 @@ def test_any_drafter_gives_the_text_of_the_seed(name: str, rows: int, target) ->
     assert not torch.equal(sample(target, None, ids, mask, **{**settings, "seed": 6}), expected)
 
 
-@pytest.mark.parametrize("kind", [None, *DETERMINISTIC])
-@pytest.mark.parametrize("rule", ["rejection", "gumbel"])
+@pytest.mark.parametrize(("rule", "kind"), some(("rejection", "gumbel"), (None, *DETERMINISTIC)))
 def test_a_row_of_a_batch_is_the_row_alone(kind: str | None, rule: str, target) -> None:
     ids, mask = prompts(ROWS)
     plain_rows = sample(target, None, ids, mask, rule, seed=SEEDS)
@@ -78,7 +76,9 @@ def test_a_row_of_a_batch_is_the_row_alone(kind: str | None, rule: str, target) 
     assert len({tuple(text[-NEW:]) for text in texts}) == 4
 
 
-@pytest.mark.parametrize(("tokens", "rows"), [(3, 1), (1, 4), (3, 4), (8, 4)])
+@pytest.mark.parametrize(
+    ("tokens", "rows"), [(3, 1), (3, 4), *(pytest.param(n, 4, marks=pytest.mark.slow) for n in (1, 8))]
+)
 def test_gumbel_gives_the_text_of_the_seed_for_sampled_drafts_too(tokens: int, rows: int, target) -> None:
     ids, mask = prompts(ROWS if rows == 4 else [12])
     seed = SEEDS[:rows] if rows == 4 else 9
@@ -121,7 +121,9 @@ def test_sampled_drafts_are_repeatable(rule: str, target) -> None:
         assert alone[0, one.shape[1] :].tolist() == first[row, 24:].tolist()
 
 
-@pytest.mark.parametrize("kind", ["lookup", "small", "sampled", "tree"])
+@pytest.mark.parametrize(
+    "kind", ["sampled", "tree", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("lookup", "small"))]
+)
 def test_manual_seed_makes_runs_repeatable(kind: str, target) -> None:
     ids, mask = prompts(ROWS)
     texts = texts_of(plain(target, ids, mask), mask)

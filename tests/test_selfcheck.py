@@ -176,7 +176,14 @@ def test_another_object_is_checked_again(checks: list[str]) -> None:
     assert checks == ["Starcoder2ForCausalLM"] * 2
 
 
-@pytest.mark.parametrize(("kind", "layers"), [(kind, 2) for kind in SETTINGS] + [("starcoder2", 12), ("granite", 12)])
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [
+        *(pytest.param(kind, 2, marks=() if kind == "granite" else pytest.mark.slow) for kind in SETTINGS),
+        ("starcoder2", 12),
+        pytest.param("granite", 12, marks=pytest.mark.slow),
+    ],
+)
 def test_sound_strangers_pass_in_bfloat16(kind: str, layers: int, checks: list[str]) -> None:
     """Rounding differs between passes of different shapes, and more so in deep models."""
     name, settings = SETTINGS[kind]

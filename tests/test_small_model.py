@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from tiny import Watch, build, disturbed, ours, plain, prompts, tiny
+from tiny import Watch, build, disturbed, ours, plain, prompts, some, tiny
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
@@ -101,9 +101,9 @@ def test_greedy_text_is_plain_with_any_small_model(lengths: list[int]) -> None:
         assert torch.equal(ours(model, SmallModel(drafter), ids, mask, max_new_tokens=40), expected), name
 
 
-@pytest.mark.parametrize(("family", "sample"), READ)
-@pytest.mark.parametrize("lengths", [[12], RAGGED])
-def test_cache_holds_what_a_fresh_reading_gives(family: str, lengths: list[int], sample: bool) -> None:
+@pytest.mark.parametrize(("case", "lengths"), some(READ, (RAGGED, [12])))
+def test_cache_holds_what_a_fresh_reading_gives(case: tuple[str, bool], lengths: list[int]) -> None:
+    family, sample = case
     model = build(family)
     ids, mask = prompts(lengths)
     law = {"do_sample": True, "seed": 5, "temperature": 0.6} if sample else {}
@@ -125,8 +125,7 @@ def test_cache_survives_rests_and_rows_that_draft_nothing() -> None:
         assert 0 in proposed[4:] and max(proposed) > 0 and watch.checked > 0
 
 
-@pytest.mark.parametrize("k", [1, 3, 6])
-@pytest.mark.parametrize("lengths", [[1], [2], [7], RAGGED, [1, 2, 3, 4]])
+@pytest.mark.parametrize(("lengths", "k"), some(([1], [2], [7], RAGGED, [1, 2, 3, 4]), (1, 3, 6)))
 def test_an_oracle_is_accepted_in_full(k: int, lengths: list[int]) -> None:
     model = tiny()
     ids, mask = prompts(lengths)
@@ -157,8 +156,7 @@ def widened(model: PreTrainedModel, size: int, boost: bool) -> PreTrainedModel:
     return wide
 
 
-@pytest.mark.parametrize("boost", [False, True])
-@pytest.mark.parametrize("larger", ["drafter", "target"])
+@pytest.mark.parametrize(("larger", "boost"), some(("drafter", "target"), (False, True)))
 def test_padded_vocabularies(larger: str, boost: bool) -> None:
     small = tiny()
     wide = widened(small, 72, boost)
@@ -208,8 +206,9 @@ def short_sighted(model: PreTrainedModel, limit: int) -> PreTrainedModel:
     return short
 
 
-@pytest.mark.parametrize("lengths", [[12], [31], [32], [33], [5, 40, 20, 31], [40, 45]])
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("family", "lengths"), some(("gpt2", "llama"), ([12], [31], [32], [33], [5, 40, 20, 31], [40, 45]))
+)
 def test_context_limit_of_learned_positions(family: str, lengths: list[int]) -> None:
     model = build(family)
     drafter = short_sighted(build("gpt2"), 32)
@@ -239,8 +238,7 @@ def drafter_law(model: PreTrainedModel, text: list[int], processors: LogitsProce
 LAW = {"do_sample": True, "temperature": 0.7, "top_k": 12, "repetition_penalty": 1.3, "top_p": 1.0}
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block", "gumbel"])
-@pytest.mark.parametrize("lengths", [[12], [7, 12, 12, 9]])
+@pytest.mark.parametrize(("lengths", "rule"), some(([7, 12, 12, 9], [12]), ("rejection", "block", "gumbel")))
 def test_sampling_under_the_targets_processors(rule: str, lengths: list[int]) -> None:
     model = tiny()
     drafter = disturbed(model)

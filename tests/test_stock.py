@@ -6,7 +6,7 @@ import pytest
 import torch
 from law import enumerate_law, p_value
 from oracle import drafter_from, eagle3_oracle, eagle_oracle, medusa_oracle, oracle_target
-from tiny import Keep, Watch, assert_ran, build, disturbed, drafter_of, garbled, plain, prompts, texts_of, tiny
+from tiny import Keep, Watch, assert_ran, build, disturbed, drafter_of, garbled, plain, prompts, some, texts_of, tiny
 from transformers import GenerationConfig
 from transformers.generation import CandidateGenerator
 
@@ -46,8 +46,7 @@ def lossless(model, drafter: Drafter, ids, mask=None, **settings):
     return calls[0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", ["lookup", "small", "branches", "tree"])
+@pytest.mark.parametrize(("kind", "family"), some(("lookup", "small", "branches", "tree"), FAMILIES))
 def test_greedy_text_is_plain(kind: str, family: str) -> None:
     model = build(family)
     ids, mask = prompts([17])
@@ -138,8 +137,7 @@ ORACLES = {
 }
 
 
-@pytest.mark.parametrize("length", [1, 4, 9])
-@pytest.mark.parametrize("method", ORACLES)
+@pytest.mark.parametrize(("method", "length"), some(ORACLES, (1, 4, 9)))
 def test_learned_drafters_reach_their_full_length(method: str, length: int) -> None:
     kind, weights = ORACLES[method]
     target = oracle_target(kind)

@@ -48,7 +48,9 @@ def test_the_bench_takes_tasks_that_no_drafter_saw() -> None:
     assert {prompt.text for prompt in held_out} == {prompt.text for prompt in task_prompts(60, 1)[50:]}
     assert len(held_out) == 10 and not {prompt.text for prompt in held_out} & {prompt.text for prompt in trained}
     some = choose_prompts(PromptFlags(tasks=10, seed=1, skip=50), "coding,qa", 3)
-    assert {prompt.category for prompt in some} == {"coding", "qa"} and len(some) == 3 and all(p in held_out for p in some)
+    assert (
+        {prompt.category for prompt in some} == {"coding", "qa"} and len(some) == 3 and all(p in held_out for p in some)
+    )
     assert choose_prompts(PromptFlags(), None, None) == own_prompts()
 
 

@@ -248,6 +248,39 @@ def test_what_the_target_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "gpt2", "mistral"])
+def test_padding_on_the_right_needs_no_mask(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts padded on the right are read as if alone, without a mask; padded on the left with one."""
+    model, masks = build(family), []
+
+    def see(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        masks.append(kwargs.get("attention_mask"))
+
+    model.register_forward_pre_hook(see, with_kwargs=True)
+    target = FrozenTarget(model, (1,), torch.device("cpu"))
+    ids, mask = torch.randint(1, 64, (2, 14)), torch.ones(2, 14, dtype=torch.long)
+    mask[1, 9:] = 0
+    features, last = target.read({"input_ids": ids, "attention_mask": mask})
+    assert masks[-1] is None
+    alone, alone_last = target.read({"input_ids": ids[1:, :9]})
+    torch.testing.assert_close(features[0][1, :9], alone[0][0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(last[1, :9], alone_last[0], rtol=1e-4, atol=1e-5)
+    _, left = target.read({"input_ids": ids.roll(5, 1), "attention_mask": mask.roll(5, 1)})
+    assert torch.equal(masks[-1], mask.roll(5, 1))
+    if family != "gpt2":  # its positions are learned: padding on the left is for rotary ones
+        torch.testing.assert_close(left[1, 5:], last[1, :9], rtol=1e-4, atol=1e-4)
+
+
+def test_the_last_states_reach_the_head_as_one_block() -> None:
+    """A slice of them is not contiguous: torch would copy the head's whole weight for every row, in every step."""
+    model, seen = build("llama"), []
+    model.lm_head.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    target = FrozenTarget(model, (1,), torch.device("cpu"))
+    for _ in range(2):  # the first one is checked
+        target.read({"input_ids": torch.randint(1, 64, (3, 14))})
+    assert [(part.shape[:2], part.is_contiguous()) for part in seen] == [((3, 1), True)] * 2
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "gpt2", "mistral"])
 def test_packed_texts_stay_apart_in_the_target(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts in one row are read as if alone; a target that mixes them is noticed."""
     model = build(family)

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ from hf_specgen.cli import main as program
 from hf_specgen.drafters.prompt_lookup import PromptLookup
 from hf_specgen.errors import SpecGenError
 from hf_specgen.trainers.feature_cache import write_cache
-from hf_specgen.trainers.train import from_yaml, main, parse, prompts_of
+from hf_specgen.trainers.settings import from_yaml, parse
+from hf_specgen.trainers.sources import prompts_of
+from hf_specgen.trainers.train import main
 from hf_specgen.trainers.worth import PLAIN, Worth, decode
 
 SHORT = [
@@ -75,10 +78,15 @@ def test_train_writes_a_drafter_its_figures_and_its_card(place: Path, tmp_path: 
     worth = found["decoding"]
     assert worth["num_tokens"] == 2 and worth["same"] == worth["prompts"] == 2
     assert worth["tokens_per_round"] > worth["before"] + 0.3
-    assert "tokens a round with 2 drafted" in result.output and "plain steps" in result.output
+    assert "with always 2 drafted:" in result.output and "plain steps" in result.output
+    assert worth["combined_tokens_per_round"] >= 1 and "the drafter with prompt lookup" in result.output
     card = (out / "README.md").read_text()
-    for words in ("## Training", "| supervised tokens | 360 |", "![training curve](training.png)", "break even"):
+    shown = ("| supervised tokens | 360 |", "![training curve](training.png)", "break even", "On 6 held-out texts")
+    for words in ("## Training", "| this drafter with prompt lookup, `WithLookup(drafter)` | ", "### vLLM", *shown):
         assert words in card
+    public = {path.name: path.read_text() for path in (out / "README.md", out / "config.json", out / "training.json")}
+    assert not [name for name, text in public.items() if str(place) in text or str(tmp_path) in text]
+    assert not (out / "training_args.bin").exists()  # a pickle that holds paths of this machine, and tokens
     assert (out / "training.png").read_bytes().startswith(b"\x89PNG")
 
     model = tiny(layers=3)
@@ -97,6 +105,9 @@ def test_every_method_trains(method: str, place: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "model.safetensors").is_file() and (tmp_path / "out" / "README.md").is_file()
     if method == "distill":  # it is the target itself: all drafts are right
         assert found["decoding"]["rates"] == [1.0] * 4
+        card = (tmp_path / "out" / "README.md").read_text()
+        assert "## Speculative decoding" in card and "| supervised tokens | 324 |" in card
+        assert "![training curve](training.png)" in card and str(place) not in card
 
 
 def test_going_on_from_a_drafter_keeps_its_vocabulary(place: Path, tmp_path: Path) -> None:
@@ -117,7 +128,9 @@ def test_a_feature_cache_stands_in_for_the_target(place: Path, tmp_path: Path) -
     write_cache(tmp_path / "cache", Dataset.from_list(rows), tiny(layers=3), (1, 2, 3))
     few = ["--max_steps", "3", "--decode_prompts", "0"]
     main(line(place, tmp_path / "online", *few))
-    main(line(place, tmp_path / "cached", *few, "--features", tmp_path / "cache"))
+    again = line(place, tmp_path / "cached", *few, "--features", tmp_path / "cache")
+    at = again.index("--data")
+    main(again[:at] + again[at + 2 :])  # the cache holds the texts
     online, cached = (load_file(tmp_path / name / "model.safetensors") for name in ("online", "cached"))
     for name, tensor in online.items():
         torch.testing.assert_close(cached[name], tensor, rtol=1e-4, atol=1e-5)
@@ -156,7 +169,24 @@ def test_a_yaml_file_holds_arguments_and_the_line_wins(tmp_path: Path) -> None:
     [
         (["forest"], "one of medusa, eagle, eagle3, distill"),
         (["eagle3", "--target", "t", "--data", "d"], "--output FOLDER is required"),
-        (["eagle3", "--target", "t", "--output", "o"], "required: --data"),
+        (["eagle3", "--target", "t", "--output", "o"], "--data is required: texts"),
+        (["eagle3", "--target", "t", "--data", "d", "--output", "o", "--streaming"], "--streaming needs --max_steps"),
+        (["eagle3", "--target", "t", "--data", "d", "--output", "o", "--drafter_config", "{"], "is no JSON"),
+        (
+            ["eagle3", "--target", "t", "--data", "d", "--output", "o", "--drafter_config", '{"layers": 2}'],
+            "layers is no field of DrafterConfig",
+        ),
+        (["eagle3", "--target", "t", "--data", "d", "--output", "o", "--decode_tokens", "1"], "at least 2"),
+        (
+            ["eagle", "--target", "t", "--data", "d", "--output", "o", "--draft_vocab_size", "8"],
+            "eagle has no such head",
+        ),
+        (["distill", "--target", "t", "--features", "f", "--output", "o", "--init_from", "s"], "--features is for"),
+        (
+            ["eagle3", "--target", "t", "--features", "f", "--eval_data", "e", "--output", "o"],
+            "no hidden states are kept",
+        ),
+        (["eagle3", "--target", "t", "--data", "d", "--output", "o", "--eval_temperature", "-1"], "0 (greedy) or more"),
         (["eagle3", "--target", "t", "--data", "d", "--output", "o", "--stepz", "3"], "--stepz 3"),
         (["distill", "--target", "t", "--data", "d", "--output", "o"], "--init_from is required"),
         (["eagle3", "--target", "t", "--data", "d", "--output", "o", "--target_dtype", "int3"], "one of auto"),
@@ -200,13 +230,15 @@ def test_decoding_is_timed_in_turns_and_counted() -> None:
 
 @pytest.mark.parametrize(
     ("ours_x", "lookup_x", "words"),
-    [(1.4, 1.2, "worth it:"), (1.1, 1.2, "prompt lookup needs no training"), (0.9, 0.8, "not worth it here:")],
+    [(1.4, 1.2, "worth it:"), (1.1, 1.2, "1.20x without training"), (0.9, 0.8, "not worth it here: 0.90x over")],
 )
 def test_the_verdict_counts_prompt_lookup(ours_x: float, lookup_x: float, words: str) -> None:
-    worth = Worth(4, 64, 3, "bfloat16", 1.1, 2.0, [0.6, 0.3], 1.25, ours_x, lookup_x, 1.3, 40.0, 4)
+    worth = Worth(4, 64, 3, "bfloat16", 1.1, 2.0, [0.6, 0.3], 1.25, ours_x, lookup_x, 1.3, 40.0, 4, 2.1, 0.5, 2.5)
     text = " ".join(worth.lines())
     assert words in text and worth.pays == (words == "worth it:")
-    assert "1.25 tokens a round break even, 2.00 are 1.60x" in text and "1.10 before training" in text
+    assert "1.25 tokens a round break even and 2.00 make 1.60x" in text and "1.10 before training" in text
+    both = replace(worth, combined_speedup=1.5)
+    assert both.pays and "1.50x over plain decoding with prompt lookup: WithLookup(drafter)" in both.lines()[-1]
 
 
 def test_a_card_without_a_training_has_no_such_section(place: Path, tmp_path: Path) -> None:

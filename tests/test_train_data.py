@@ -12,10 +12,11 @@ import torch
 from datasets import Dataset, DatasetDict, IterableDataset
 from hypothesis import given
 from hypothesis import strategies as st
-from support_text import CHAT, CHATML, MARKED, MARKED_WRONG, characters
+from support_text import CHAT, CHATML, MARKED, MARKED_WRONG, TOOLS, characters
 from tiny import build
 
 from hf_specgen.errors import SpecGenError
+from hf_specgen.trainers import data as data_module
 from hf_specgen.trainers.data import PADDING, DataOptions, DraftCollator, load_data, pack, prepare_dataset, row_seed
 from hf_specgen.trainers.masks import ChatOptions
 
@@ -73,6 +74,76 @@ def test_token_ids_need_no_tokenizer() -> None:
     masked = Dataset.from_list([{"input_ids": [1, 2], "loss_mask": [0, 1], "text": "ignored"}])
     assert prepare_dataset(masked)["loss_mask"][:] == [[False, True]]
     assert prepare_dataset(Dataset.from_list([{"input_ids": [1, 2]}]))["loss_mask"][:] == [[True, True]]
+
+
+def test_a_chat_is_read_whole_where_its_first_question_stands_beside_it() -> None:
+    """Many published sets hold the prompt once more as a column."""
+    row = prepare_dataset(Dataset.from_list([{"prompt": QUESTION, "prompt_id": "x", "messages": CHAT[:2]}]), TOKENIZER)
+    assert row[0] == prepare_dataset(Dataset.from_list([{"messages": CHAT[:2]}]), TOKENIZER)[0]
+
+
+def test_masks_under_other_names_count() -> None:
+    data = Dataset.from_list([{"input_ids": [1, 2, 3], "assistant_masks": [0, 1, 1], "completion_mask": [1, 1, 0]}])
+    assert prepare_dataset(data)["loss_mask"][:] == [[False, True, False]]
+    assert prepare_dataset(data.remove_columns("completion_mask"))["loss_mask"][:] == [[False, True, True]]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "they are shifted"),
+        ({"input_ids": [1, 2, 3], "loss_mask": [-100, 0, 1]}, r"mask holds \[-100, 0, 1\]"),
+        ({"input_ids": [[1, 2, 3]]}, "one list of whole numbers"),
+        ({"input_ids": [1, 2, 3], "lengths": [1, 1]}, "a row of 3 tokens has texts of 2"),
+        ({"text": None, "name": "x"}, "cannot be read .*without a value: text"),
+        ({"prompt": "a", "completion": None}, "without a value: completion"),
+    ],
+)
+def test_rows_that_contradict_themselves_are_refused(row: dict, message: str) -> None:
+    with pytest.raises(SpecGenError, match=message):
+        prepare_dataset(Dataset.from_list([row]), TOKENIZER)
+
+
+def test_other_code_does_not_get_what_datasets_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions are told apart by name there: masks of an older version would be read from the disk."""
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}) + "\n")
+    made = prepare_dataset(load_data(tmp_path / "rows.jsonl"))[0]["loss_mask"]
+    assert made == [False, True, True]
+    monkeypatch.setattr(data_module, "_mask_of", lambda row: [True] * 3)
+    assert prepare_dataset(load_data(tmp_path / "rows.jsonl"))[0]["loss_mask"] == made, "this is what is feared"
+    monkeypatch.setattr(data_module, "_code", lambda: "another version's")
+    assert all(prepare_dataset(load_data(tmp_path / "rows.jsonl"))[0]["loss_mask"])
+
+
+def test_packed_rows_that_were_kept_stay_apart(tmp_path: Path) -> None:
+    data = Dataset.from_list([{"input_ids": [i, i + 1, i + 2], "loss_mask": [False, True, True]} for i in (1, 4, 7)])
+    prepare_dataset(data, options=DataOptions(packing=True, max_length=9)).save_to_disk(tmp_path)
+    again = load_data(tmp_path)
+    assert again["lengths"][:] == [[3, 3, 3]]
+    assert prepare_dataset(again)[:] == data[:]
+    assert prepare_dataset(again, options=DataOptions(packing=True, max_length=6))["lengths"][:] == [[3, 3], [3]]
+    other = again.rename_column("lengths", "seq_lengths").to_iterable_dataset()
+    assert [row["input_ids"] for row in prepare_dataset(other)] == data["input_ids"][:]
+
+
+def test_tools_and_calls_are_shown_as_they_were_written(tmp_path: Path) -> None:
+    """A table gives every row the keys of all others, as None: a template would show them."""
+    tokenizer = characters(TOOLS)
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {"x": 1}}]}
+    chats = [[CHAT[0], call, {"role": "tool", "content": "3"}, CHAT[1]], CHAT[:2], CHAT[2:]]
+    tools = [[{"name": "f", "parameters": {"x": "int"}}], [{"name": "g", "parameters": {"y": "str"}}], None]
+    wanted = [
+        tokenizer.apply_chat_template(chat, tools=tool, tokenize=False) for chat, tool in zip(chats, tools, strict=True)
+    ]
+    rows = [{"messages": chat, "tools": tool} for chat, tool in zip(chats, tools, strict=True)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    texts = [{**row, "tools": row["tools"] and json.dumps(row["tools"])} for row in rows]
+    for data in (Dataset.from_list(rows), load_data(tmp_path / "rows.jsonl"), Dataset.from_list(texts)):
+        assert [tokenizer.decode(row["input_ids"]) for row in prepare_dataset(data, tokenizer)] == wanted
+    parts = Dataset.from_list([{"prompt": CHAT[:1], "completion": CHAT[1:2], "tools": tools[1]}])
+    (row,) = prepare_dataset(parts, tokenizer)
+    assert tokenizer.decode(row["input_ids"]) == wanted[1]
+    assert sum(row["loss_mask"]) == len("hello") + 1
 
 
 def test_plain_text_is_supervised_throughout() -> None:
@@ -210,6 +281,8 @@ def test_a_batch_is_padded_on_the_right_and_counted() -> None:
     assert "document_ids" not in batch and "seeds" not in batch
     with pytest.raises(SpecGenError, match="2 input_ids and a loss_mask of 1"):
         DraftCollator()([{"input_ids": [1, 2], "loss_mask": [True]}])
+    with pytest.raises(SpecGenError, match="a row of 2 tokens has texts of 1"):
+        DraftCollator()([{"input_ids": [1, 2], "loss_mask": [True, True], "lengths": [1]}])
 
 
 def test_counts_do_not_depend_on_how_rows_are_batched() -> None:

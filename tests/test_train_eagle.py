@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fitted import untrained
-from method_runs import decoded, eagle_trainer, written
+from method_runs import as_slowly, decoded, eagle_trainer, rolled_out, written
 from safetensors import safe_open
 from tiny import tiny
 from torch import Tensor
@@ -65,30 +65,15 @@ def scene(length: int = LENGTH, **settings: Any) -> Scene:
     return Scene(drafter, ids, noisy, last, mask, model.get_output_embeddings().weight.detach())
 
 
-def rollout(scene: Scene, row: int, pair: int, steps: int) -> list[Tensor]:
-    """Foretell behind one pair as decoding does: the true pairs up to it, then foretold features."""
-    drafter, features = scene.drafter, scene.features[row : row + 1, : pair + 1]
-    found = []
-    for depth in range(min(steps, scene.ids.shape[1] - 2 - pair)):
-        place = torch.arange(pair + 1 + depth)
-        mask = place[:, None] >= place
-        if drafter.config.sliding_window:
-            mask = mask & (place[:, None] - place < drafter.config.sliding_window)
-        states = drafter.step(
-            scene.ids[row : row + 1, 1 : len(place) + 1], features, place[None], mask[None, None], None
-        )
-        features = torch.cat((features, states[:, -1:]), 1)
-        found.append(states[0, -1])
-    return found
-
-
 def slowly(scene: Scene, steps: int) -> tuple[Tensor, Tensor]:
     """Return loss and counts from single drafts and plain autograd."""
     loss, counts = torch.zeros((), dtype=torch.float64), torch.zeros(steps, 4)
     for row in range(2):
         for pair in range(scene.ids.shape[1] - 2):
             alive = True
-            for step, state in enumerate(rollout(scene, row, pair, steps)):
+            for step, state in enumerate(
+                rolled_out(scene.drafter, scene.ids[row : row + 1], scene.features[row : row + 1, : pair + 1], steps)
+            ):
                 ahead = pair + 2 + step
                 if not scene.mask[row, ahead]:
                     alive = False
@@ -107,18 +92,7 @@ def slowly(scene: Scene, steps: int) -> tuple[Tensor, Tensor]:
 def test_the_forward_is_the_real_rollout(variant: str, steps: int) -> None:
     """Loss, counts and every gradient equal those of drafting behind each place by itself."""
     one = scene(**VARIANTS[variant])
-    output = one.forward(steps=steps)
-    output.loss_sum.backward()
-    found = {name: part.grad for name, part in one.drafter.named_parameters()}
-    one.drafter.zero_grad()
-    loss, counts = slowly(one, steps)
-    loss.backward()
-    assert abs(float((output.loss_sum - loss).detach())) < 1e-6 * float(loss.detach())
-    torch.testing.assert_close(output.counts, counts, rtol=1e-5, atol=1e-5)
-    assert counts[:, 0].min() > 3
-    for name, part in one.drafter.named_parameters():
-        assert part.grad is not None and float(part.grad.abs().max()) > 0, name
-        torch.testing.assert_close(found[name], part.grad, rtol=1e-4, atol=1e-5)
+    as_slowly(one.drafter, one.forward(steps=steps), lambda: slowly(one, steps), near=1e-6, gradients=(1e-4, 1e-5))
 
 
 def test_both_losses_count() -> None:

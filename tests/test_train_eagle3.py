@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fitted import untrained
+from method_runs import as_slowly, rolled_out
 from tiny import tiny
 from torch import Tensor
 
@@ -75,20 +76,9 @@ def scene(length: int = LENGTH, **settings: Any) -> Scene:
 
 
 def rollout(scene: Scene, row: int, pair: int) -> list[Tensor]:
-    """Draft behind one pair as decoding does: the true pairs up to it, then drafted ones fed with their own states."""
-    drafter, ids = scene.drafter, scene.ids[row : row + 1]
-    features = drafter.fuse(tuple(layer[row : row + 1, : pair + 1] for layer in scene.features))
-    found = []
-    for depth in range(min(STEPS, ids.shape[1] - 2 - pair)):
-        width = pair + 1 + depth
-        place = torch.arange(width)
-        mask = place[:, None] >= place
-        if drafter.config.sliding_window:
-            mask = mask & (place[:, None] - place < drafter.config.sliding_window)
-        states = drafter.step(ids[:, 1 : width + 1], features, place[None], mask[None, None], None)
-        features = torch.cat((features, states[:, -1:]), 1)
-        found.append(states[0, -1])
-    return found
+    """Draft behind one pair as decoding does."""
+    features = scene.drafter.fuse(tuple(layer[row : row + 1, : pair + 1] for layer in scene.features))
+    return rolled_out(scene.drafter, scene.ids[row : row + 1], features, STEPS)
 
 
 def slowly(scene: Scene) -> tuple[Tensor, Tensor]:
@@ -121,18 +111,7 @@ def slowly(scene: Scene) -> tuple[Tensor, Tensor]:
 def test_the_unrolled_forward_is_the_real_rollout(variant: str) -> None:
     """Loss, counts and every gradient equal those of drafting behind each place by itself."""
     one = scene(**VARIANTS[variant])
-    output = one.forward()
-    output.loss_sum.backward()
-    found = {name: part.grad for name, part in one.drafter.named_parameters()}
-    one.drafter.zero_grad()
-    loss, counts = slowly(one)
-    loss.backward()
-    assert abs(float((output.loss_sum - loss).detach())) < 1e-9 * float(loss.detach())
-    torch.testing.assert_close(output.counts, counts, rtol=1e-5, atol=1e-5)
-    assert counts[:, 0].min() > 3
-    for name, part in one.drafter.named_parameters():
-        assert part.grad is not None and float(part.grad.abs().max()) > 0, name
-        torch.testing.assert_close(found[name], part.grad, rtol=1e-7, atol=1e-10)
+    as_slowly(one.drafter, one.forward(), lambda: slowly(one))
 
 
 def test_a_wrong_unroll_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

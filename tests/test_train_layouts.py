@@ -18,6 +18,7 @@ ALONE: dict[str, dict[str, Any]] = {
     "accumulated": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
     "sparse": {"per_device_train_batch_size": 2, "supervised": False},
     "evaluation": {"run": "train_runs.evaluate", "per_device_eval_batch_size": 2},
+    "streamed": {"run": "train_runs.evaluate_stream"},
 }
 TOGETHER: dict[str, dict[str, Any]] = {
     "two": {"per_device_train_batch_size": 4},
@@ -26,6 +27,8 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "evaluation": {"run": "train_runs.evaluate", "per_device_eval_batch_size": 2},
     "resume": {"run": "train_runs.resume", "per_device_train_batch_size": 4},
     "stream": {"run": "train_runs.stream"},
+    "streamed": {"run": "train_runs.evaluate_stream"},
+    "unfilled": {"run": "train_runs.evaluate_stream", "maker": "twin_trainer", "kind": "unfilled"},
     "shard": {"run": "train_runs.shard"},
     "unscaled": {"maker": TWIN, "kind": "unscaled", "per_device_train_batch_size": 4},
     "bypassing": {"maker": TWIN, "kind": "bypassing", "per_device_train_batch_size": 4},
@@ -94,6 +97,15 @@ def test_streams_are_split(together: dict[str, Any]) -> None:
     found = together["stream"]
     seen = [row for process in found["seen"] for row in process]
     assert found["world"] == 2 and sorted(seen) == sorted(found["all"]) and len(seen) == runs.ROWS
+
+
+def test_streams_are_evaluated_once(alone: dict[str, Any], together: dict[str, Any]) -> None:
+    """Five rows of a stream on two processes give what they give on one; where accelerate repeats some, they do not."""
+    one, two = alone["evaluation"], together["streamed"]
+    assert two["world"] == 2
+    names = [name for name in one if name.startswith("eval_") and "second" not in name and "time" not in name]
+    assert all(abs(one[name] - two[name]) < NEAR and abs(one[name] - alone["streamed"][name]) < NEAR for name in names)
+    assert abs(together["unfilled"]["eval_loss"] - one["eval_loss"]) > 1e-3
 
 
 def test_fsdp_shards_the_drafter(together: dict[str, Any]) -> None:

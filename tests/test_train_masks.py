@@ -6,11 +6,13 @@ import pytest
 from support_text import (
     CHAT,
     CHATML,
+    ENDLESS,
     FORGETFUL,
     GEMMA,
     HEADSTRONG,
     INSTRUCT,
     MARKED,
+    MARKED_ENDLESS,
     MARKED_SHORT,
     MARKED_WRONG,
     characters,
@@ -98,6 +100,34 @@ def test_a_token_across_the_border_is_refused() -> None:
     assert supervised(CHATML, CHAT[:2], characters(CHATML, merges=(("h", "e"),))) == ["hello<|im_end|>"]
     with pytest.raises(SpecGenError, match="joins the text before and behind a border of answer 1"):
         supervised(CHATML, CHAT[:2], characters(CHATML, merges=(("\n", "h"),)))
+    for template in (MARKED, MARKED_SHORT):  # the mark of a character is its token's
+        assert supervised(template, CHAT[:2], characters(template, merges=(("h", "e"),))) == ["hello<|im_end|>"]
+        with pytest.raises(SpecGenError, match="joins the text before and behind a border of answer 1"):
+            supervised(template, CHAT[:2], characters(template, merges=(("\n", "h"),)))
+
+
+@pytest.mark.parametrize("template", [ENDLESS, MARKED_ENDLESS], ids=["rendered", "marked"])
+def test_the_next_header_ends_no_answer(template: str) -> None:
+    """It is a special token, and the template writes it, not the target."""
+    assert supervised(template) == ["hello", "no, I rest"]
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["rendered", "marked"])
+def test_what_a_template_refuses_is_told(template: str) -> None:
+    strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}" + template
+    assert len(supervised(strict)) == 2
+    with pytest.raises(SpecGenError, match=r"refuses a chat of system, user, .*no system here"):
+        supervised(strict, [{"role": "system", "content": "s"}, *CHAT])
+
+
+def test_a_marked_template_need_not_render_parts_of_a_chat() -> None:
+    """Marks are enough where earlier messages look otherwise when others follow, or a part is refused."""
+    forgetful = MARKED.replace(
+        "{{ m.content }}<|im_end|>\n{% endgen", "{{ loop.length }}{{ m.content }}<|im_end|>{% endgen"
+    )
+    assert supervised(forgetful) == ["4hello<|im_end|>", "4no, I rest<|im_end|>"]
+    whole = "{% if messages | length < 4 %}{{ raise_exception('whole chats') }}{% endif %}" + MARKED
+    assert supervised(whole) == ["hello<|im_end|>", "no, I rest<|im_end|>"]
 
 
 def test_a_mark_that_finds_nothing_is_refused() -> None:

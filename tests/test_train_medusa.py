@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fitted import untrained
-from method_runs import decoded, medusa_trainer, written
+from method_runs import as_slowly, decoded, medusa_trainer, written
 from safetensors import safe_open
 from tiny import tiny
 from torch import Tensor
@@ -93,18 +93,7 @@ def slowly(scene: Scene, kind: str) -> tuple[Tensor, Tensor]:
 def test_the_forward_is_the_heads_one_by_one(variant: str, kind: str) -> None:
     """Loss, counts and every gradient equal those of each head at each place by itself."""
     one = scene(**VARIANTS[variant])
-    output = one.forward(kind)
-    output.loss_sum.backward()
-    found = {name: part.grad for name, part in one.drafter.named_parameters()}
-    one.drafter.zero_grad()
-    loss, counts = slowly(one, kind)
-    loss.backward()
-    assert abs(float((output.loss_sum - loss).detach())) < 1e-9 * float(loss.detach())
-    torch.testing.assert_close(output.counts, counts, rtol=1e-5, atol=1e-5)
-    assert counts[:, 0].min() > 3
-    for name, part in one.drafter.named_parameters():
-        assert part.grad is not None and float(part.grad.abs().max()) > 0, name
-        torch.testing.assert_close(found[name], part.grad, rtol=1e-7, atol=1e-10)
+    as_slowly(one.drafter, one.forward(kind), lambda: slowly(one, kind))
 
 
 def test_a_wrong_label_is_noticed() -> None:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from hf_specgen import SpecGenError, SpeculativeDecoding
 from hf_specgen.drafters.learned import LearnedDrafter
 from hf_specgen.taps import FINAL, Taps
-from hf_specgen.trainers import metrics
+from hf_specgen.trainers import worth
 from hf_specgen.trainers.losses import Objective
 from hf_specgen.trainers.metrics import AcceptanceCallback, Renewal, renewal
 
@@ -222,6 +222,27 @@ def test_the_callback_decodes_with_the_live_drafter(tmp_path: Path) -> None:
     assert any(parameter.requires_grad for parameter in drafter.parameters())
 
 
+def test_the_callback_decodes_at_the_evaluations_temperature(tmp_path: Path) -> None:
+    """Lengths are those of texts drawn at ``eval_temperature``, the same at every look; losslessness stays greedy's."""
+    found = {}
+    for heat in (0.0, 2.0):
+        trainer = eagle3_trainer(tmp_path, steps=AHEAD, eval_temperature=heat)
+        drafter, model = trainer.drafter, trainer.target.model
+        drafter.config.num_tokens, drafter.config.tree = AHEAD, "chain"
+        callback = callback_of(trainer)
+        found[heat] = callback.measure()
+        assert callback.measure() == found[heat] and found[heat]["eval_decoded_lossless"] == 1.0
+    drawn = dict(do_sample=True, temperature=2.0, top_k=0, top_p=1.0, max_new_tokens=16)
+    tokens = rounds = 0
+    for number, prompt in enumerate(PROMPTS):
+        ids = torch.tensor([prompt])
+        out = model.generate(ids, custom_generate=SpeculativeDecoding(drafter), seed=number, **drawn)
+        tokens, rounds = tokens + out.shape[1] - ids.shape[1] - 1, rounds + out.speculation.total.num_rounds
+    assert found[2.0]["eval_decoded_acceptance_length"] == pytest.approx(tokens / rounds, abs=1e-12)
+    assert found[2.0]["eval_decoded_acceptance_length"] != found[0.0]["eval_decoded_acceptance_length"]
+    assert AcceptanceCallback(trainer, PROMPTS, temperature=0.5).temperature == 0.5
+
+
 def test_the_callback_follows_training(tmp_path: Path) -> None:
     """It decodes at evaluations while training goes on, every second one when asked, and may choose the best model."""
     texts = [decode(tiny(layers=3), None, PROMPT, do_sample=False)[0].tolist()]
@@ -256,7 +277,7 @@ def test_a_changed_text_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     callback._plain[1][5] += 1
     with pytest.raises(SpecGenError, match=r"prompt 1: token 5 of the text differs"):
         trainer.evaluate()
-    monkeypatch.setattr(metrics, "DTensor", nn.Parameter)  # as if sharded
+    monkeypatch.setattr(worth, "DTensor", nn.Parameter)  # as if sharded
     with pytest.warns(UserWarning, match="decodes nothing"):
         trainer.state.global_step += 1
         assert "eval_decoded_lossless" not in trainer.evaluate()

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import multiprocessing
+import os
+import resource
+import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -86,6 +91,56 @@ def test_padding_that_is_a_token_of_the_prompt_changes_nothing(tmp_path: Path) -
     assert together[0] == author([list(inside.ids)], [0])[0]
 
 
+@pytest.mark.parametrize("killed", [1, 2])
+def test_a_killed_run_goes_on_to_the_same_file(tmp_path: Path, killed: int) -> None:
+    """A process that dies in the middle of a line leaves neither a lock nor a line behind."""
+    sampling, whole, parts = work.Sampling(16, temperature=1.0, seed=5), tmp_path / "whole", tmp_path / "parts"
+    answer(whole, sampling)
+    calls = []
+
+    def die(done: int, total: int, label: str) -> None:
+        calls.append(done)
+        if len(calls) == killed:
+            work.append(parts / "answers.jsonl", b'{"index": 3, "name": "\xc3')
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    child = multiprocessing.get_context("fork").Process(target=answer, args=(parts, sampling), kwargs={"progress": die})
+    child.start()
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL
+    _, report, _ = answer(parts, sampling)
+    assert report.found + report.written == len(LENGTHS) and report.found > killed and report.written
+    assert (parts / "answers.jsonl").read_bytes() == (whole / "answers.jsonl").read_bytes()
+
+
+def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
+    def both(done: int, total: int, label: str) -> None:
+        with ThreadPoolExecutor(1) as other, pytest.raises(SpecGenError, match="written by another process"):
+            other.submit(answer, tmp_path, work.Sampling(4)).result()
+
+    rows, report, _ = answer(tmp_path, work.Sampling(4), progress=both)
+    assert len(rows) == report.written == len(LENGTHS)
+
+
+def test_a_full_disk_keeps_what_was_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampling, whole, parts = work.Sampling(16), tmp_path / "whole", tmp_path / "parts"
+    answer(whole, sampling)
+    room = (whole / "answers.jsonl").stat().st_size * 2 // 3
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        with pytest.raises(SpecGenError, match=r"answers.jsonl cannot be written: .*What was finished before is kept"):
+            answer(parts, sampling)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (parts / "answers.jsonl").stat().st_size == room, "cut in the middle of a line"
+    meta = work.meta_path(parts / "answers.jsonl").read_bytes()
+    monkeypatch.setattr(work, "write_whole", lambda *args: pytest.fail("what is known of a file is written once"))
+    report = answer(parts, sampling)[1]
+    assert 0 < report.found < len(LENGTHS) and work.meta_path(parts / "answers.jsonl").read_bytes() == meta
+    assert read(parts / "answers.jsonl") == read(whole / "answers.jsonl")
+
+
 @pytest.mark.parametrize("sampling", [work.Sampling(16), work.Sampling(16, temperature=1.0, top_k=20, seed=5)])
 @pytest.mark.parametrize("torn", [b"", b'{"index": 3, "comp'])
 def test_an_interrupted_run_goes_on_to_the_same_file(tmp_path: Path, sampling: work.Sampling, torn: bytes) -> None:
@@ -137,10 +192,26 @@ def test_answers_of_others_are_not_mixed_in(tmp_path: Path) -> None:
         go_on(model, questions[:-1], sampling)
     with pytest.raises(SpecGenError, match=r"target .* there, .* here"):
         go_on(tiny(seed=1), questions, sampling)
+    source = source_of(model, sampling)
+    other = replace(source, notes={"dtype": "bfloat16"})
+    with pytest.raises(SpecGenError, match=r"dtype None there, bfloat16 here"):
+        work.regenerate(questions, out, work.Target(model, sampling), other)
+    packed = replace(source, facts=replace(source.facts, fingerprint="", name="someone/else"))  # nothing to tell by
+    work.regenerate(questions, tmp_path / "packed.jsonl", work.Target(model, sampling), packed)
+    with pytest.raises(SpecGenError, match=r"target .* there, .* here"):
+        third = replace(packed, facts=replace(packed.facts, name="a/third"))
+        work.regenerate(questions, tmp_path / "packed.jsonl", work.Target(model, sampling), third)
     facts = TargetFacts.of(model)
     assert work.check_author(out, facts) is None
     assert "not of this target" in (work.check_author(out, TargetFacts.of(tiny(seed=1))) or "")
     assert work.check_author(tmp_path / "unknown.jsonl", facts) is None
+    kept = out.read_bytes()
+    out.write_bytes(kept.replace(b'{"index"', b"\x00" * 8, 1))
+    with pytest.raises(SpecGenError, match=r"line 1 of .* is no answer"):
+        go_on(model, questions, sampling)
+    work.meta_path(out).write_text("")
+    with pytest.raises(SpecGenError, match=r"meta.json is no JSON"):
+        go_on(model, questions, sampling)
     work.meta_path(out).unlink()
     with pytest.raises(SpecGenError, match="whose answers it holds is not known"):
         go_on(model, questions, sampling)
@@ -166,8 +237,14 @@ def test_prompts_are_taken_from_chats() -> None:
         {"messages": [turns[1]]},
     ]
     found = work.chat_prompts(data)
-    assert found == [turns, [{"role": "user", "content": "q"}], [{"role": "user", "content": "p"}]]
-    assert work.chat_prompts(data, 1) == [turns]
+    assert found == [
+        (turns, None),
+        ([{"role": "user", "content": "q"}], None),
+        ([{"role": "user", "content": "p"}], None),
+    ]
+    assert work.chat_prompts(data, 1) == [(turns, None)]
+    whole = {"prompt": "a", "messages": turns, "tools": '[{"name": "f"}]'}  # the first question stands beside the chat
+    assert work.chat_prompts([whole]) == [(turns, [{"name": "f"}])]
     with pytest.raises(SpecGenError, match="messages, conversations or prompt"):
         work.chat_prompts([{"text": "t"}])
 
@@ -239,6 +316,12 @@ def test_the_command_reads_tasks_and_data_sets(target: str, tmp_path: Path) -> N
     chats.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("the cat", "a dog")))
     assert run(*shared, tmp_path / "chats_out.jsonl", "--data", chats, "--limit", "1").exit_code == 0
     assert len(read(tmp_path / "chats_out.jsonl")) == 1
+    meta = json.loads((tmp_path / "chats_out.meta.json").read_text())
+    assert meta["generation_config"]["eos_token_id"] is not None
+    chats.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("the cat", "a dog " * 90)))
+    some = run(*shared, tmp_path / "some.jsonl", "--data", chats)
+    assert some.exit_code == 0 and "1 of 2 prompts are left out. The first: prompt 2 has" in some.stderr
+    assert len(read(tmp_path / "some.jsonl")) == 1
 
 
 @pytest.mark.parametrize(

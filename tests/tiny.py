@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import random
 import string
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from itertools import combinations, product
 
 import pytest
 import torch
@@ -256,6 +257,25 @@ def with_learned(kinds: Iterable[str]) -> list[object]:
     """Add the learned kinds to a suite's; one of them runs every time."""
     others = [kind for kind in LEARNED if kind != "eagle dynamic"]
     return [*kinds, "eagle dynamic", *(pytest.param(kind, marks=pytest.mark.slow) for kind in others)]
+
+
+def some(*axes: Collection[object], fast: Iterable[tuple[object, ...]] = ()) -> list[object]:
+    """Pair everything with everything; what adds nothing new to the fast cases is slow.
+
+    Of two axes every option is fast once, of three or more every two options that can meet; so are the cases named.
+    """
+    cases = list(product(*axes))
+    meeting = max(1, min(2, len(axes) - 1))
+
+    def met(case: tuple[object, ...]) -> set[tuple[tuple[int, str], ...]]:
+        return set(combinations([(place, repr(option)) for place, option in enumerate(case)], meeting))
+
+    chosen = list(fast)
+    left = set().union(*map(met, cases)) - set().union(*map(met, chosen))
+    while left:
+        chosen.append(max(cases, key=lambda case: len(met(case) & left)))
+        left -= met(chosen[-1])
+    return [case if case in chosen else pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
 def drafter_of(kind: str, model: PreTrainedModel, texts: list[list[int]], tokens: int = 4) -> Watch:

@@ -21,6 +21,7 @@ from fitted import untrained
 from tiny import tiny
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers import Trainer
 
 from hf_specgen.drafters.learned import LearnedDrafter
 from hf_specgen.trainers.base import DrafterTrainer, DrafterTrainingArguments
@@ -108,11 +109,19 @@ class Repeating(Eagle3Trainer):
         return batch
 
 
+class Unfilled(Eagle3Trainer):
+    """A twin: a stream to evaluate on is left to accelerate, which repeats rows of it."""
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        return Trainer.get_eval_dataloader(self, eval_dataset)
+
+
 def twin_trainer(folder: str | Path, rows: Any = None, kind: str = "", **settings: Any) -> DrafterTrainer:
     """Return a trainer that does one thing wrong."""
     drafter, model = eagle3()
     args = arguments(Eagle3Arguments, folder, **{"steps": 3, **settings})
-    wrong = {"unscaled": Unscaled, "bypassing": Bypassing, "repeating": Repeating}[kind]
+    twins = {"unscaled": Unscaled, "bypassing": Bypassing, "repeating": Repeating, "unfilled": Unfilled}
+    wrong = twins[kind]
     return wrong(drafter, model, args, data_collator=Pad(), train_dataset=rows or texts(), eval_dataset=texts(5))
 
 
@@ -149,6 +158,14 @@ def evaluate(folder: str, maker: str = "train_runs.eagle3_trainer", **settings: 
     return {"world": trainer.args.world_size, **trainer.evaluate()}
 
 
+def evaluate_stream(folder: str, maker: str = "eagle3_trainer", **settings: Any) -> Job:
+    """Evaluate a new drafter on the five texts of ``evaluate``, as a stream."""
+    from datasets import Dataset
+
+    trainer = globals()[maker](folder, per_device_eval_batch_size=2, **settings)
+    return {"world": trainer.args.world_size, **trainer.evaluate(Dataset.from_list(texts(5)).to_iterable_dataset())}
+
+
 def resume(folder: str, **settings: Any) -> Job:
     """Train twenty steps, then from step ten on again, and return both records."""
     settings |= {"save_strategy": "steps", "save_steps": STEPS // 2}
@@ -163,8 +180,7 @@ def stream(folder: str, **settings: Any) -> Job:
     from datasets import Dataset
 
     rows = Dataset.from_list(texts()).to_iterable_dataset(num_shards=4)
-    settings |= {"max_steps": ROWS // 4, "accelerator_config": {"dispatch_batches": False}}
-    trainer = eagle3_trainer(folder, rows, per_device_train_batch_size=2, **settings)
+    trainer = eagle3_trainer(folder, rows, per_device_train_batch_size=2, max_steps=ROWS // 4, **settings)
     seen: list[float] = []
     run = trainer.run
     trainer.run = lambda model, batch, **more: (seen.extend(keys(batch)), run(model, batch, **more))[1]

@@ -12,11 +12,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import datasets
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_utils import HubStrategy
 
-from hf_specgen.card import CardOptions, write_card
+from hf_specgen.card import CardOptions, is_repository, write_card
 from hf_specgen.drafters.learned import LearnedDrafter, TrainingOutput
 from hf_specgen.errors import SpecGenError
 from hf_specgen.facts import TargetFacts, whole
@@ -25,6 +29,7 @@ from hf_specgen.trainers.frozen import FrozenTarget, prepared
 from hf_specgen.trainers.losses import Objective
 from hf_specgen.trainers.metrics import renewal
 from hf_specgen.trainers.tally import Tally
+from hf_specgen.trainers.worth import unwrap
 
 _FED = ("input_ids", "loss_mask", "document_ids")
 
@@ -44,6 +49,7 @@ class DrafterTrainingArguments(TrainingArguments):
     logging_nan_inf_filter: bool = False  # it hides NaN, and waits for the device at every step
     remove_unused_columns: bool = False  # the collator reads columns that forward does not name
     ddp_find_unused_parameters: bool | None = False
+    hub_strategy: HubStrategy | str = "end"  # what is uploaded on the way has no card yet
     max_length: int = field(default=2048, metadata={"help": "Tokens of a text that are read."})
     packing: bool = field(default=False, metadata={"help": "Put several short texts into one row."})
     loss: str = field(default="kl", metadata={"help": "kl, rkl, tv, lk, ce or jsd."})
@@ -58,6 +64,10 @@ class DrafterTrainingArguments(TrainingArguments):
             raise SpecGenError("label_smoothing_factor was given: drafters learn the target's own law. Leave it out.")
         if self.loss_reduction not in ("token", "sequence"):
             raise SpecGenError(f"loss_reduction={self.loss_reduction!r}: 'token' or 'sequence' is required.")
+        if self.eval_temperature < 0:
+            raise SpecGenError(f"eval_temperature={self.eval_temperature}: 0 (greedy) or more is required.")
+        if self.accelerator_config.dispatch_batches is None:  # batches of a stream differ in width
+            self.accelerator_config.dispatch_batches = False
 
     @property
     def device(self) -> torch.device:
@@ -106,7 +116,8 @@ class DrafterTrainer(Trainer):
         """Put the target beside the drafter, and note in the drafter's config whose it is."""
         target = prepared(target, self.args.device)
         facts = TargetFacts.of(target)
-        self.drafter.config.target = {**self.drafter.config.target, **facts.to_dict()}
+        known = {**facts.to_dict(), "name": public_name(facts.name)}
+        self.drafter.config.target = {**self.drafter.config.target, **known}
         self.drafter.attach(target)
         self.target = FrozenTarget(target, self.drafter.hidden_layers, self.args.device)
 
@@ -117,6 +128,7 @@ class DrafterTrainer(Trainer):
     def features(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return what the target says of a batch, as the drafter's forward names it."""
         if "features" in batch:  # from a cache
+            self.target.compare(batch)
             features, last_hidden = batch["features"], batch["last_hidden"]
         else:
             features, last_hidden = self.target.read(batch)
@@ -171,6 +183,15 @@ class DrafterTrainer(Trainer):
         loss = output.loss_sum * (self._scale() / items.clamp(min=1).to(output.loss_sum.device))
         return (loss, output) if return_outputs else loss
 
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        """Return batches to evaluate on; a stream is filled up, so that no process repeats rows of it."""
+        chosen = self.eval_dataset if eval_dataset is None else eval_dataset
+        chosen = self.eval_dataset[chosen] if isinstance(chosen, str) else chosen
+        world = self.accelerator.num_processes
+        if world > 1 and isinstance(chosen, IterableDataset | datasets.IterableDataset):
+            eval_dataset = Filled(chosen, world * self.args.per_device_eval_batch_size)
+        return super().get_eval_dataloader(eval_dataset)
+
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor, None, None]:
@@ -213,18 +234,22 @@ class DrafterTrainer(Trainer):
         super().log(logs, start_time)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write our own card beside the drafter's files: the base model is the target."""
+        """Write our own card beside the drafter's files: the base model is the target, or ``finetuned_from``."""
         if self.is_world_process_zero():
             folder = Path(self.args.output_dir)
-            name = self.hub_model_id or kwargs.get("model_name") or folder.name
-            write_card(folder, CardOptions(name=str(name)), overwrite=True)
+            name = str(self.hub_model_id or kwargs.get("model_name") or folder.name)
+            base_model, license_name = (str(kwargs.get(key) or "") for key in ("finetuned_from", "license"))
+            write_card(folder, CardOptions(name, base_model, license_name), overwrite=True)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save what was trained; in the folder that is published, without a pickle of this machine's settings."""
+        super().save_model(output_dir, _internal_call)
+        if self.args.should_save and output_dir in (None, self.args.output_dir):
+            (Path(self.args.output_dir) / TRAINING_ARGS_NAME).unlink(missing_ok=True)
 
     def _unprepare(self) -> None:
         """Undo an evaluation before training: accelerate would not wrap the drafter, and each process train alone."""
-        notes = self.model.__dict__
-        notes.pop("_is_accelerate_prepared", None)
-        if notes.pop("_original_forward", None) is not None:  # autocast went around the class's own
-            notes.pop("forward", None)
+        unwrap(self.model)
         self.accelerator._models.clear()
 
     def _scale(self) -> int:
@@ -244,6 +269,23 @@ class DrafterTrainer(Trainer):
         return {**kept, "loss_mask": batch["loss_mask"].bool() & real[:, None]}
 
 
+class Filled(IterableDataset[Any]):
+    """Fill a stream up to whole steps of all processes, with rows that supervise nothing: nobody's figures move."""
+
+    def __init__(self, rows: Any, size: int) -> None:
+        self.rows, self.size = rows, size
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the rows and what fills the last step."""
+        number, row = 0, None
+        for row in self.rows:
+            number += 1
+            yield row
+        if row is not None:
+            empty = {**row, "loss_mask": [False] * len(row["input_ids"])}
+            yield from (empty for _ in range(-number % self.size))
+
+
 class StopOnNaN(TrainerCallback):
     """Stop before a step that would fill the weights with NaN."""
 
@@ -260,6 +302,11 @@ class StopOnNaN(TrainerCallback):
                 "weights. Lower learning_rate, keep the drafter in float32 (bf16=True computes in 16 bits), or look "
                 "for a broken row in the data. The last checkpoint is good."
             )
+
+
+def public_name(name: str) -> str:
+    """Return how a model or a data set may be called in public: folders of this machine by their last part."""
+    return name if is_repository(name) or not name else Path(name).name
 
 
 def check_start(args: TrainingArguments) -> None:

@@ -10,6 +10,7 @@ import logging
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,8 +18,8 @@ import torch
 from datasets import DatasetDict, IterableDataset, load_dataset, load_from_disk
 from torch import Tensor
 
-from hf_specgen.errors import SpecGenError
-from hf_specgen.trainers.masks import ChatOptions, ChatReader, preview
+from hf_specgen.errors import SpecGenError, reason_of
+from hf_specgen.trainers.masks import ChatOptions, ChatReader, known, preview, tools_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -27,6 +28,8 @@ Data = Any  # datasets.Dataset or IterableDataset
 
 _FILES = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant"}
+_MASKS = ("loss_mask", "assistant_masks", "completion_mask")
+_PACKED = ("lengths", "seq_lengths")  # of the texts that share a row
 _ACCEPTED = "input_ids (with loss_mask or labels), messages, prompt with completion, text, or conversations"
 _LEAST_SHARE = 0.01  # of a chat's tokens; below it the mask is wrong, or the data
 _PEEKED = 64  # rows of a stream that are looked at before it is trusted
@@ -87,7 +90,7 @@ class DraftCollator:
             "loss_mask": _stacked(masks, width, False),
         }
         if any("lengths" in row for row in rows):
-            documents = [_documents(row.get("lengths") or [len(row["input_ids"])]) for row in rows]
+            documents = [_documents(_lengths(row)) for row in rows]
             batch["document_ids"] = _stacked(documents, width, PADDING)
         if self.cache is not None:
             batch.update(_stored(self.cache, rows, width))
@@ -105,6 +108,14 @@ def _stacked(rows: Sequence[Tensor], width: int, fill: int | bool) -> Tensor:
     return out
 
 
+def _lengths(row: Mapping[str, Any]) -> list[int]:
+    size = len(row["input_ids"])
+    lengths = next((list(row[name]) for name in _PACKED if row.get(name)), [size])
+    if sum(lengths) != size:
+        raise SpecGenError(f"a row of {size} tokens has texts of {sum(lengths)} (lengths): they must add up to it.")
+    return lengths
+
+
 def _documents(lengths: Sequence[int]) -> Tensor:
     return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
 
@@ -113,6 +124,12 @@ def _stored(cache: Features, rows: Sequence[Mapping[str, Any]], width: int) -> d
     if any("features_row" not in row for row in rows):
         raise SpecGenError("the rows name no features_row: train on the rows of the cache (FeatureCache.rows()).")
     found = [cache[int(row["features_row"])] for row in rows]
+    for row, (_, last) in zip(rows, found, strict=True):
+        if len(last) != len(row["input_ids"]):
+            raise SpecGenError(
+                f"row {row['features_row']} has {len(row['input_ids'])} tokens and the feature cache holds the states "
+                f"of {len(last)} for it: the rows are not those that it was made from."
+            )
     layers = zip(*(features for features, _ in found), strict=True)
     return {
         "features": tuple(_stacked(layer, width, 0) for layer in layers),
@@ -139,6 +156,8 @@ def load_data(source: str | Path, split: str = "train", streaming: bool = False,
             if kind is None:
                 raise SpecGenError(f"{path} ends with {path.suffix!r}: one of {', '.join(_FILES)} is required.")
             return load_dataset(kind, data_files=str(path), split="train", streaming=streaming)
+        if path.suffix in _FILES:
+            raise SpecGenError(f"the data {str(source)!r} cannot be opened: there is no such file.")
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
             found = load_from_disk(str(path))
             found = found[split] if isinstance(found, DatasetDict) else found
@@ -147,9 +166,8 @@ def load_data(source: str | Path, split: str = "train", streaming: bool = False,
     except SpecGenError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise SpecGenError(
-            f"the data {str(source)!r} (split {split}) cannot be opened: {reason}. Give a file "
+            f"the data {str(source)!r} (split {split}) cannot be opened: {reason_of(error)}. Give a file "
             f"({', '.join(_FILES)}), a folder of save_to_disk, or the id of a data set on the Hub."
         ) from error
 
@@ -168,10 +186,13 @@ def prepare_dataset(dataset: Data, tokenizer: Any = None, options: DataOptions |
     columns = _columns(dataset)
     if "features_row" in columns:  # rows of a feature cache are as they were when it was written
         return dataset
+    if "input_ids" in columns and any(name in columns for name in _PACKED):  # they are packed anew, if at all
+        dataset = dataset.map(_unpacked, batched=True, remove_columns=columns)
+        columns = ["input_ids", "loss_mask"]
     read, chats = _reader(columns, tokenizer, options)
     streams = isinstance(dataset, IterableDataset)
     more: dict[str, Any] = {} if streams else {"num_proc": options.num_proc}
-    rows = dataset.map(_Fit(read, options.max_length), remove_columns=columns, **more)
+    rows = dataset.map(_Fit(read, options.max_length, _code()), remove_columns=columns, **more)
     _check(rows.take(_PEEKED) if streams else rows, chats)
     supervised = rows.filter(_supervises, **more)
     if not streams and len(supervised) < len(rows):
@@ -202,15 +223,27 @@ def _supervises(row: Row) -> bool:
 Read = Callable[[Row], tuple[list[int], list[bool]]]
 
 
+def _code() -> str:
+    files = (Path(__file__).with_name(name).read_bytes() for name in ("data.py", "masks.py"))
+    return hashlib.blake2b(b"".join(files)).hexdigest()
+
+
 @dataclass(frozen=True)
 class _Fit:
-    """Read a row and cut it."""
+    """Read a row and cut it; ``code`` tells datasets, which keeps what was made on disk, that other code made it."""
 
     read: Read
     max_length: int
+    code: str
 
     def __call__(self, row: Row) -> Row:
-        ids, mask = self.read(row)
+        try:
+            ids, mask = self.read(row)
+        except SpecGenError:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            empty = ", ".join(name for name, value in row.items() if value is None) or "none"
+            raise SpecGenError(f"a row cannot be read ({error}); its columns without a value: {empty}.") from error
         return {"input_ids": ids[: self.max_length], "loss_mask": mask[: self.max_length]}
 
 
@@ -235,19 +268,44 @@ def _needed(tokenizer: Any) -> Any:
 
 
 def _mask_of(row: Mapping[str, Any]) -> Any:
-    """Return a row's mask; without one every token is supervised."""
-    if row.get("loss_mask") is not None:
-        return row["loss_mask"]
+    """Return a row's mask; without one every token is supervised, with several what all of them mark."""
+    given = [row[name] for name in _MASKS if row.get(name) is not None]
+    if len(given) > 1:
+        return [all(bits) for bits in zip(*given, strict=True)]
+    if given:
+        return given[0]
     if row.get("labels") is not None:
         return [label != -100 for label in row["labels"]]
     return [True] * len(row["input_ids"])
 
 
 def _read_ids(row: Row) -> tuple[list[int], list[bool]]:
-    ids, mask = list(row["input_ids"]), [bool(bit) for bit in _mask_of(row)]
+    ids, mask, labels = list(row["input_ids"]), list(_mask_of(row)), row.get("labels")
     if len(ids) != len(mask):
         raise SpecGenError(f"a row has {len(ids)} input_ids and a mask of {len(mask)}: one per token is required.")
-    return ids, mask
+    if not all(isinstance(token, int) for token in ids):
+        raise SpecGenError(f"a row's input_ids are {str(ids)[:60]}: one list of whole numbers is required.")
+    if not set(mask) <= {False, True}:
+        raise SpecGenError(f"a row's mask holds {sorted(set(mask))[:4]}: 0 or 1 per token is required.")
+    if labels is not None and any(label not in (-100, token) for label, token in zip(labels, ids, strict=True)):
+        raise SpecGenError(
+            "a row's labels are neither -100 nor the token at their own place: they are shifted, or another text's. "
+            "Give labels as transformers' models take them, or a loss_mask."
+        )
+    return ids, [bool(bit) for bit in mask]
+
+
+def _unpacked(batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """Take rows of several texts apart."""
+    found: dict[str, list[Any]] = {"input_ids": [], "loss_mask": []}
+    for values in zip(*batch.values(), strict=True):
+        row = dict(zip(batch, values, strict=True))
+        ids, mask = _read_ids(row)
+        lengths = _lengths(row)
+        for end, length in zip(accumulate(lengths), lengths, strict=True):
+            found["input_ids"].append(ids[end - length : end])
+            found["loss_mask"].append(mask[end - length : end])
+    return found
 
 
 @dataclass(frozen=True)
@@ -255,26 +313,26 @@ class _Chats:
     reader: ChatReader
 
     def __call__(self, row: Row) -> tuple[list[int], list[bool]]:
-        return self.reader.read(messages_of(row), tools=row.get("tools"))
+        messages, tools = chat_of(row)
+        return self.reader.read(messages, tools=tools)
 
 
-def messages_of(row: Mapping[str, Any]) -> list[Row]:
-    """Return a row's chat as messages with role and content.
+def chat_of(row: Mapping[str, Any]) -> tuple[list[Row], list[Any] | None]:
+    """Return a row's chat as messages with role and content, and the tools that it may call.
 
     Raises: ``SpecGenError`` for a row without messages, conversations, or prompt.
     """
-    prompt = row.get("prompt")
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    turns: Any = row.get("messages") or row.get("conversations") or prompt
+    turns: Any = row.get("messages") or row.get("conversations") or row.get("prompt")
+    if isinstance(turns, str):
+        return [{"role": "user", "content": turns}], None
     if not _are_messages(turns):
         raise SpecGenError(f"a row has the columns {', '.join(row)}: messages, conversations or prompt is required.")
-    return [_message(turn) for turn in turns]
+    return [_message(turn) for turn in turns], tools_of(row)
 
 
 def _message(turn: Mapping[str, Any]) -> Row:
     if "from" not in turn:
-        return dict(turn)
+        return dict(known(turn))
     return {"role": _ROLES.get(turn["from"], turn["from"]), "content": turn["value"]}
 
 
@@ -299,7 +357,8 @@ class _Pairs:
         prompt, answer = row["prompt"], row[self.completion]
         if _are_messages(prompt):
             turns = answer if _are_messages(answer) else [{"role": "assistant", "content": answer}]
-            return ChatReader(_needed(self.tokenizer), self.options).read([*prompt, *turns], first=len(prompt))
+            turns = [_message(turn) for turn in (*prompt, *turns)]
+            return ChatReader(_needed(self.tokenizer), self.options).read(turns, len(prompt), tools_of(row))
         # each by itself: the target reads the prompt alone, whatever would follow it
         before = _ids(prompt, self.tokenizer, special=True)
         behind = _ids(answer, self.tokenizer, special=False)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
+from hf_specgen.card import CARD, training_part
 from hf_specgen.drafters.learned import TrainingOutput
 from hf_specgen.drafters.small_model import check_vocabularies
 from hf_specgen.drafters.unrolling import Lesson, places
@@ -17,6 +19,17 @@ from hf_specgen.errors import SpecGenError
 from hf_specgen.trainers.base import DrafterTrainer, DrafterTrainingArguments
 from hf_specgen.trainers.frozen import FrozenTarget, prepared
 from hf_specgen.trainers.students import Batch, HeadLesson, head_factor, rewritten
+
+_USE = """## Speculative decoding
+
+It drafts for the target that it was distilled from (`pip install hf_specgen`):
+
+```python
+drafter = hf_specgen.SmallModel(small)  # this model, loaded with AutoModelForCausalLM
+hf_specgen.enable(target)
+target.generate(**inputs, assistant_model=drafter)
+```
+"""
 
 
 @dataclass
@@ -105,6 +118,11 @@ class DistillTrainer(DrafterTrainer):
         return super().get_batch_samples(batches, num_batches, device)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write transformers' own card: the model is an ordinary one."""
+        """Write transformers' own card, as the model is an ordinary one, and the training's figures behind it."""
         kwargs["tags"] = kwargs.get("tags") or ["speculative-decoding", "draft-model", "distillspec"]
+        kwargs.pop("finetuned_from", None)  # that is the small model's start, which transformers knows
         Trainer.create_model_card(self, *args, **kwargs)
+        card = Path(self.args.output_dir) / CARD
+        if self.is_world_process_zero() and card.is_file():
+            text = card.read_text(encoding="utf-8").rstrip()
+            card.write_text(f"{text}\n\n{_USE}\n{training_part(card.parent)}", encoding="utf-8")

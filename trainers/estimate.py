@@ -1,7 +1,8 @@
 """What a training plan needs, before it starts: memory, disk and time, from configurations alone.
 
 Sizes of weights, states and files are counted. Activations and time are estimates: the parts that grow with a batch
-are summed, and time is the number of operations over the speed of matrix products.
+are summed, and time is the number of operations over the speed of matrix products. Both were compared with training
+steps on a CPU, see docs/benchmarks.md; nothing was compared on GPUs.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from hf_specgen.taps import FINAL
 TARGET = "target"
 METHODS = ("medusa", "eagle", "eagle3", "distill")
 _STATE = 16  # bytes a trained parameter: weight, gradient and Adam's two moments in float32
-_LAWS = 4  # float32 rows over the vocabulary that a chunk of the loss holds at once, of target and drafter
-_ASSUMED = 0.5  # of the speed of large matrix products that training reaches
+_TAUGHT, _OWN, _MORE = 10, 16, 8  # bytes per id that a row of a chunk holds: of the target's law, the drafter's, a copy
+_CPU_ELEMENTS = 1 << 24  # of the target's logits that a chunk has at most on a CPU
+_LIBRARIES = 0.7e9  # bytes of a process that has loaded torch and transformers, or of a GPU's context
+_ASSUMED = 0.5  # of the speed of large matrix products that training reached, see docs/benchmarks.md
+_SHORTEST = 0.3  # seconds of one thread that a speed is measured for
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,7 @@ class Plan:
     ``tokens``: of the data, prompts included; ``supervised``: those that answers are made of; ``rows``: texts.
     ``steps``: tokens that an EAGLE drafter unrolls, heads of Medusa. ``batch`` rows of at most ``max_length`` tokens on
     each of ``processes``, ``accumulation`` of them a step. ``bytes_a_weight``: of the frozen target (0.5: 4 bits).
+    ``device``: chunks of the loss are smaller on a CPU.
     """
 
     method: str
@@ -48,6 +53,7 @@ class Plan:
     processes: int = 1
     chunk: int = 1024
     bytes_a_weight: float = 2.0
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -168,7 +174,6 @@ def estimate(plan: Plan, sizes: Sizes) -> Estimate:
     hidden, vocab = sizes.facts.hidden_size, sizes.facts.vocab_size
     tokens = plan.batch * plan.max_length
     steps = plan.steps if plan.method in ("eagle3",) else 1
-    draft_vocab = plan.draft_vocab_size or vocab
     kept = (sizes.boundaries + 1) * hidden
     layer = 16 * hidden + 3 * sizes.intermediate + 2 * sizes.heads * min(plan.max_length, 512)
     memory = {
@@ -177,7 +182,8 @@ def estimate(plan: Plan, sizes: Sizes) -> Estimate:
         "hidden states of a batch": tokens * kept * 2.0,
         "target's forward": tokens * (4 * hidden + 2 * sizes.intermediate) * 2.0,
         "drafter's activations": 0.0 if plan.method == "medusa" else tokens * steps * layer * 4.0,
-        "laws of a chunk of the loss": plan.chunk * (vocab + draft_vocab) * _LAWS * 4.0,
+        "laws of a chunk of the loss": _laws(plan, vocab) + sizes.head * 4.0,
+        "libraries": _LIBRARIES,
     }
     disk = {
         "a checkpoint (weights)": sizes.drafter * 4.0,
@@ -190,12 +196,23 @@ def estimate(plan: Plan, sizes: Sizes) -> Estimate:
     return Estimate(memory, disk, _operations(plan, sizes), optimizer)
 
 
+def _laws(plan: Plan, vocab: int) -> float:
+    """Return the bytes of a chunk's laws; unrolled tokens share the target's."""
+    own, rows = plan.draft_vocab_size or vocab, plan.chunk
+    if plan.device.startswith("cpu"):
+        rows = min(rows, max(1, _CPU_ELEMENTS // vocab))
+    shared = plan.steps if plan.method == "eagle3" else 1
+    more = _MORE * ((own < vocab) + (shared > 1))
+    return float(rows) * (vocab * _TAUGHT / shared + own * (_OWN + more))
+
+
 def _operations(plan: Plan, sizes: Sizes) -> dict[str, float]:
     """Return operations per token of the data; heads run on supervised tokens only."""
     hidden, vocab = sizes.facts.hidden_size, sizes.facts.vocab_size
     share = plan.supervised / plan.tokens
     depths = plan.steps if plan.method in ("eagle3", "medusa") else 1
     unrolled = depths if plan.method == "eagle3" else 1
+    judged = depths if plan.method == "medusa" else 1  # unrolled tokens are judged by the same laws of the target
     # a head of its own: forward, and the gradients of states and weights; the target's: without those of weights
     own = 6.0 * sizes.head * (1 if plan.method in ("medusa", "distill") else depths)
     head = own if sizes.head else 4.0 * hidden * vocab * depths
@@ -203,17 +220,23 @@ def _operations(plan: Plan, sizes: Sizes) -> dict[str, float]:
         TARGET: 2.0 * sizes.target_body,
         "drafter": 6.0 * (sizes.once + sizes.repeated * unrolled),
         "drafter's head": head * share,
-        "target's head": 2.0 * hidden * vocab * depths * share,
+        "target's head": 2.0 * hidden * vocab * judged * share,
     }
 
 
 def matmul_speed(device: str = "cpu", dtype: torch.dtype = torch.float32, size: int = 1024) -> float:
-    """Measure operations a second of matrix products here, and return the part of it that training may reach."""
+    """Measure operations a second of matrix products here, and return the part of it that training reaches.
+
+    On a CPU a thread's own time is measured and multiplied by the threads: other programs do not change it.
+    """
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    best = float("inf")
-    for _ in range(4):
-        start = time.perf_counter()
+    cpu = torch.device(device).type == "cpu"
+    clock, threads = (time.process_time, torch.get_num_threads()) if cpu else (time.perf_counter, 1)
+    best, spent = float("inf"), 0.0
+    while spent < _SHORTEST:
+        start = clock()
         total = (left @ right).sum()
         float(total)  # waits for the device
-        best = min(best, time.perf_counter() - start)
-    return _ASSUMED * 2 * size**3 / best
+        took = max(clock() - start, 1e-7)
+        best, spent = min(best, took), spent + took
+    return _ASSUMED * threads * 2 * size**3 / best

@@ -14,15 +14,16 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specgen.errors import IncompatibleDrafter, SpecGenError
+from hf_specgen.errors import IncompatibleDrafter, SpecGenError, reason_of
 from hf_specgen.facts import TargetFacts
 from hf_specgen.taps import FINAL
 from hf_specgen.trainers.data import DraftCollator
+from hf_specgen.trainers.disk import alone, write_whole, writing
 from hf_specgen.trainers.frozen import FrozenTarget
 
 FORMAT = 1
@@ -53,12 +54,26 @@ def write_cache(
 ) -> FeatureCache:
     """Run a target over prepared rows (a data set) and keep its hidden states at ``boundaries`` and before the head.
 
-    Raises: ``SpecGenError`` for a folder that holds a cache already.
+    Raises: ``SpecGenError`` for a folder that holds a cache already, that another process writes, or that cannot be
+    written.
     """
     options, folder = options or CacheOptions(), Path(folder)
-    if (folder / MANIFEST).exists():
-        raise SpecGenError(f"{folder} holds a cache: give another folder, or remove it first.")
-    folder.mkdir(parents=True, exist_ok=True)
+    with alone(folder / MANIFEST):
+        if (folder / MANIFEST).exists():
+            raise SpecGenError(f"{folder} holds a cache: give another folder, or remove it first.")
+        for left in folder.glob("features-*.safetensors"):  # of a run that was stopped
+            left.unlink()
+        return _write(folder, rows, target, tuple(boundaries), options, progress)
+
+
+def _write(
+    folder: Path,
+    rows: Any,
+    target: PreTrainedModel,
+    boundaries: tuple[int, ...],
+    options: CacheOptions,
+    progress: Progress | None,
+) -> FeatureCache:
     kept = tuple(boundary for boundary in dict.fromkeys(boundaries) if boundary != FINAL)
     reader = FrozenTarget(target, kept, target.get_input_embeddings().weight.device)
     shards = _Shards(folder, options.shard_bytes, [])
@@ -67,7 +82,9 @@ def write_cache(
         if progress is not None:
             progress(done, len(rows), f"{shards.tokens:,} tokens")
     shards.flush()
-    rows.add_column("features_row", list(range(len(rows)))).to_parquet(str(folder / ROWS))
+    texts = rows.remove_columns([name for name in rows.column_names if name == "features_row"])
+    with writing(folder / ROWS):
+        texts.add_column("features_row", list(range(len(rows)))).to_parquet(str(folder / ROWS))
     manifest = {
         "format": FORMAT,
         "target": TargetFacts.of(target).to_dict(),
@@ -78,8 +95,8 @@ def write_cache(
         "shards": shards.written,
         **options.notes,
     }
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-    return FeatureCache(folder, manifest, tuple(boundaries))
+    write_whole(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+    return FeatureCache(folder, manifest, boundaries)
 
 
 def _states(reader: FrozenTarget, rows: Any, options: CacheOptions) -> Iterator[tuple[Tensor, Tensor]]:
@@ -136,9 +153,14 @@ class _Shards:
             "last_hidden": torch.cat(self.last),
             "offsets": lengths.cumsum(0),
         }
-        save_file(tensors, self.folder / name)
+        with writing(self.folder / name):
+            try:
+                save_file(tensors, self.folder / name)
+            except SafetensorError as error:
+                raise OSError(str(error)) from error
         (self.folder / name).chmod(self.folder.stat().st_mode & 0o666)  # safetensors writes for the owner alone
-        self.written.append({"file": name, "first": self.first, "rows": len(self.last)})
+        tokens = len(tensors["last_hidden"])
+        self.written.append({"file": name, "first": self.first, "rows": len(self.last), "tokens": tokens})
         self.first += len(self.last)
         self.features, self.last, self.held = [], [], 0
 
@@ -155,15 +177,16 @@ class FeatureCache:
     def open(cls, folder: str | Path, facts: TargetFacts, boundaries: Sequence[int]) -> FeatureCache:
         """Open a cache for a target and the hidden states that a drafter reads of it.
 
-        Raises: ``SpecGenError`` for a folder without a finished cache, ``IncompatibleDrafter`` when it is another
-        target's or lacks a boundary.
+        Raises: ``SpecGenError`` for a folder without a finished cache, or whose files are missing or cut off,
+        ``IncompatibleDrafter`` when it is another target's or lacks a boundary. Targets that share embedding and head
+        look alike here: what is stored is compared with the target itself when a drafter first learns from it.
         """
         folder = Path(folder)
         try:
             manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise SpecGenError(
-                f"{folder} holds no finished feature cache ({error}): write one with write_cache."
+                f"{folder} holds no finished feature cache ({reason_of(error)}): write one with write_cache."
             ) from error
         if manifest.get("format") != FORMAT:
             raise SpecGenError(
@@ -176,7 +199,11 @@ class FeatureCache:
                 f"{folder} holds the hidden states at the boundaries {manifest['boundaries']} and the drafter reads "
                 f"{list(boundaries)}: {missing} are missing. Write a cache for this drafter."
             )
-        return cls(folder, manifest, tuple(boundaries))
+        cache = cls(folder, manifest, tuple(boundaries))
+        for shard, told in enumerate(manifest["shards"]):
+            cache._check(shard, int(told["rows"]), told.get("tokens"))
+        cache._files.clear()
+        return cache
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave open files out."""
@@ -189,6 +216,23 @@ class FeatureCache:
     def rows(self) -> Any:
         """Return the texts as a data set with ``features_row``: what to train on."""
         return Dataset.from_parquet(str(self.folder / ROWS))
+
+    def _check(self, shard: int, rows: int, known: int | None) -> None:
+        """Raises: ``SpecGenError`` for a file that is not as it was written."""
+        place = self.folder / self.manifest["shards"][shard]["file"]
+        try:
+            file, offsets = self._opened(shard)
+            tokens = {file.get_slice(name).get_shape()[0] for name in ("features", "last_hidden")}
+        except (OSError, SafetensorError) as error:
+            raise SpecGenError(
+                f"{place} cannot be read: {reason_of(error)}. It was cut off or left behind when the cache was copied: "
+                "copy it again, or write the cache anew."
+            ) from error
+        if len(offsets) != rows + 1 or tokens != {int(offsets[-1]) if known is None else known}:
+            raise SpecGenError(
+                f"{place} is not the file that was written ({rows} rows of {known} tokens are required). Copy the "
+                "whole folder again."
+            )
 
     def __getitem__(self, row: int) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return a row's features, one ``(T, D)`` per boundary, and its last hidden state ``(T, D)``."""

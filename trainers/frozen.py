@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -13,11 +14,12 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hf_specgen.drafters.unrolling import places
-from hf_specgen.errors import UnsupportedTarget
+from hf_specgen.errors import IncompatibleDrafter, UnsupportedTarget
 from hf_specgen.facts import whole
 from hf_specgen.taps import FINAL, Taps
 
 _NEAR = 0.02  # of the largest logit: 16-bit rounding stays below
+_STORED = 0.05  # of the norm of hidden states: so is rounding, through many layers
 
 
 class FrozenTarget:
@@ -30,7 +32,7 @@ class FrozenTarget:
         self.model, self.device = model, device
         self.boundaries = tuple(boundaries)
         self._taps = Taps(model, (*self.boundaries, FINAL))
-        self._checked = self._checked_packing = False
+        self._checked = self._checked_packing = self._compared = False
         settings = model.config.get_text_config(decoder=True).to_dict()
         self.softcap: float | None = settings.get("final_logit_softcapping")
         self._sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
@@ -41,7 +43,9 @@ class FrozenTarget:
                 "parallelism over all of them is required, or fsdp_size instead."
             )
         known = inspect.signature(model.forward).parameters
-        self._short = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+        # as an index: a slice of the last states is not contiguous, and their product with the head copies it per row
+        last: int | Tensor = 1 if self._sharded or self._joint > 1 else torch.tensor([-1])
+        self._short = {"logits_to_keep": last} if "logits_to_keep" in known else {}
         self._head: Tensor | None = None
 
     @property
@@ -52,15 +56,38 @@ class FrozenTarget:
         return self._head
 
     @torch.no_grad()
+    def compare(self, batch: Mapping[str, Any]) -> None:
+        """Hold the hidden states that a batch brings against what the target says of its first row; once is enough.
+
+        Raises: ``IncompatibleDrafter`` when they are another target's, ``UnsupportedTarget`` as ``read`` does.
+        """
+        if self._compared:
+            return
+        self._compared = True
+        part = {name: batch[name][:1] for name in ("input_ids", "attention_mask", "document_ids") if name in batch}
+        features, last = self.read(part)
+        size = int(part["attention_mask"].sum()) if "attention_mask" in part else last.shape[1]
+        for stored, live in zip((*batch["features"], batch["last_hidden"]), (*features, last), strict=True):
+            said, wanted = stored[0, :size].float(), live[0, :size].float()
+            if float((said - wanted).norm()) > _STORED * float(wanted.norm()):
+                raise IncompatibleDrafter(
+                    "the stored hidden states are not what the target says of the text: another target wrote them (a "
+                    "fine-tuned one may have the same embedding and head), or read other tokens. Write a cache for "
+                    "this target."
+                )
+
+    @torch.no_grad()
     def read(self, batch: Mapping[str, Tensor]) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return the features, one ``(B, T, D)`` per boundary, and the last hidden state ``(B, T, D)``.
 
         Of the batch: ``input_ids``, ``attention_mask``, and ``document_ids`` where texts are packed: they stay apart.
         """
-        documents = batch.get("document_ids")
+        documents, mask = batch.get("document_ids"), batch.get("attention_mask")
         if documents is not None and not (self._checked_packing or self._sharded):  # all processes run it alike
             self._check_packing(batch["input_ids"], documents)
-        hidden = self._run(batch["input_ids"], batch.get("attention_mask"), documents)
+        if mask is not None and self._joint == 1 and bool((mask[:, 1:] <= mask[:, :-1]).all()):
+            mask = None  # nothing stands before what is left out: the causal order hides it
+        hidden = self._run(batch["input_ids"], mask, documents)
         return hidden[:-1], hidden[-1]
 
     def _run(self, ids: Tensor, mask: Tensor | None, documents: Tensor | None) -> tuple[Tensor, ...]:

@@ -6,14 +6,18 @@ answer, with the header that asks for it, and must give a prefix of the whole ch
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jinja2 import TemplateError
+
 from hf_specgen.errors import SpecGenError
 
 Message = Mapping[str, Any]
+_Run = tuple[int, int, int]  # where an answer starts and stops, and where its message ends
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _THINKS = ("<think>", "</think>")
 
@@ -70,18 +74,24 @@ class ChatReader:
         answers = [i for i in every if i >= max(first, 1)]
         if self.options.turns == "last":
             answers = answers[-1:]
-        if self.marks_answers and answers == every:
-            ids, runs = self._marked(messages, tools, bool(answers))
-        else:
-            ids, runs = self._rendered(messages, answers, tools)
+        try:
+            if self.marks_answers and answers == every:
+                ids, runs = self._marked(messages, tools, answers)
+            else:
+                ids, runs = self._rendered(messages, answers, tools)
+        except TemplateError as error:
+            raise SpecGenError(
+                f"the chat template refuses a chat of {', '.join(str(turn.get('role')) for turn in messages[:8])}: "
+                f"{error}. Leave such rows out, or give a chat_template that takes them."
+            ) from error
         mask = [False] * len(ids)
-        for start, stop in runs:
-            self._mark(ids, mask, start, stop)
+        for start, stop, end in runs:
+            self._mark(ids, mask, start, stop, end)
         return ids, mask
 
     def _marked(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, expected: bool
-    ) -> tuple[list[int], list[tuple[int, int]]]:
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, answers: list[int]
+    ) -> tuple[list[int], list[_Run]]:
         """Let the template say where answers are."""
         found = self.tokenizer.apply_chat_template(
             list(messages),
@@ -92,16 +102,39 @@ class ChatReader:
             return_assistant_tokens_mask=True,
         )
         ids, mask = list(found["input_ids"]), [bool(bit) for bit in found["assistant_masks"]]
-        if expected and not any(mask):
+        if answers and not any(mask):
             raise SpecGenError(
                 "the chat template has {% generation %} and marks nothing in a chat with answers: it does not go "
                 "around the answers, or the tokenizer tells no character offsets. Mend it, or leave the mark out."
             )
-        return ids, list(_runs(mask))
+        ends = self._ends(messages, answers, tools, ids)
+        return ids, [(start, stop, next((end for end in ends if end >= stop), len(ids))) for start, stop in _runs(mask)]
+
+    def _ends(
+        self, messages: Sequence[Message], answers: list[int], tools: Sequence[Any] | None, ids: list[int]
+    ) -> list[int]:
+        """Return where the messages of answers end, none where the template shows a part of a chat otherwise.
+
+        Raises: ``SpecGenError`` where the tokenizer joins what the target reads with what it writes.
+        """
+        ends, whole = [], self._render(messages, tools)
+        for at in answers:
+            try:
+                before, behind = self._render(messages[:at], tools, asks=True), self._render(messages[: at + 1], tools)
+            except TemplateError:  # it wants whole chats only
+                return []
+            if not (whole.startswith(before) and whole.startswith(behind)):
+                return []
+            self._prefix(before, whole, ids, at)
+            part = self._tokens(behind)
+            if ids[: len(part)] != part:
+                return []
+            ends.append(len(part))
+        return ends
 
     def _rendered(
         self, messages: Sequence[Message], answers: list[int], tools: Sequence[Any] | None
-    ) -> tuple[list[int], list[tuple[int, int]]]:
+    ) -> tuple[list[int], list[_Run]]:
         """Render up to each answer and behind it, and count tokens."""
         whole = self._render(messages, tools)
         ids = self._tokens(whole)
@@ -111,7 +144,7 @@ class ChatReader:
             behind = self._render(messages[: at + 1], tools)
             start, stop = (self._prefix(text, whole, ids, at) for text in (before, behind))
             self._check_header(messages, at, tools, before, whole[len(before) : len(behind)])
-            runs.append((start, stop))
+            runs.append((start, stop, stop))
         return ids, runs
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Any] | None, asks: bool = False) -> str:
@@ -153,10 +186,13 @@ class ChatReader:
                 "the target is given and what it writes cannot be told apart. Give a chat_template that does."
             )
 
-    def _mark(self, ids: list[int], mask: list[bool], start: int, stop: int) -> None:
-        """Mark one answer, up to the token that ends it; what the template writes behind that is nobody's."""
+    def _mark(self, ids: list[int], mask: list[bool], start: int, stop: int, end: int) -> None:
+        """Mark one answer, up to the token that ends it; what the template writes behind that is nobody's.
+
+        ``end``: where its message ends; a special token behind that begins the next.
+        """
         last = next((i for i in range(stop - 1, start - 1, -1) if ids[i] in self._stops), None)
-        if last is None and stop < len(ids) and ids[stop] in self._stops:
+        if last is None and stop < end and ids[stop] in self._stops:
             last, stop = stop, stop + 1
         if last is not None and not self.tokenizer.decode(ids[last + 1 : stop]).strip():
             stop = last + 1 if self.options.include_stop_token else last
@@ -206,3 +242,17 @@ def _runs(mask: Sequence[bool]) -> Iterator[tuple[int, int]]:
         elif not bit and start is not None:
             yield start, i
             start = None
+
+
+def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
+    """Return the tools that a row's chat may call: a list, or the same as JSON."""
+    tools = row.get("tools")
+    found: Any = json.loads(tools) if isinstance(tools, str) and tools else tools
+    return known(found) if found else None
+
+
+def known(value: Any) -> Any:
+    """Leave out what is None: a table fills in the keys that other rows have, and templates would show them."""
+    if isinstance(value, Mapping):
+        return {name: known(part) for name, part in value.items() if part is not None}
+    return [known(part) for part in value] if isinstance(value, list) else value

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import (
     GenerationConfig,
     PreTrainedModel,
@@ -25,11 +24,10 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_specgen.drafters.base import Drafter
-from hf_specgen.drafters.small_model import SmallModel
 from hf_specgen.errors import SpecGenError
 from hf_specgen.generate import SpeculativeDecoding
 from hf_specgen.stats import AcceptanceStats, RowStats
+from hf_specgen.trainers.worth import is_sharded, live
 
 
 class Renewal(NamedTuple):
@@ -96,6 +94,7 @@ def _moves(rates: Tensor) -> Tensor:
 class Trained(Protocol):
     """Name what the callback needs of a trainer."""
 
+    args: Any
     drafter: Any
     target: Any
     processing_class: Any
@@ -135,7 +134,8 @@ class AcceptanceCallback(TrainerCallback):
     Evaluations log ``eval_decoded_acceptance_length``, ``eval_decoded_rate_{k}`` (drafts whose first k tokens were
     accepted) and ``eval_decoded_lossless`` (prompts whose text is plain greedy decoding's); they can choose the best
     model. Prompts are texts, messages or token ids. The first process decodes, with a copy of the drafter in the
-    target's dtype; every process logs the same. Nothing is decoded where drafter or target are sharded.
+    target's dtype; every process logs the same. Nothing is decoded where drafter or target are sharded. Lengths and
+    rates are those of greedy decoding, or of texts drawn at ``temperature`` (the trainer's ``eval_temperature``).
 
     Raises: ``SpecGenError`` when a float32 target's text changes: the drafter, or this library, is broken.
     """
@@ -147,6 +147,7 @@ class AcceptanceCallback(TrainerCallback):
         max_new_tokens: int = 128,
         every: int = 1,
         prefix: str = "eval_decoded",
+        temperature: float | None = None,
     ) -> None:
         if not prompts or every < 1 or max_new_tokens < 2:
             raise SpecGenError(
@@ -155,6 +156,7 @@ class AcceptanceCallback(TrainerCallback):
             )
         self.trainer, self.prompts, self.max_new_tokens = trainer, prompts, max_new_tokens
         self.every, self.prefix = every, prefix
+        self.temperature = trainer.args.eval_temperature if temperature is None else temperature
         self._seen, self._step = 0, -1
         self._plain: list[list[int]] | None = None
 
@@ -185,8 +187,7 @@ class AcceptanceCallback(TrainerCallback):
         return figures
 
     def _sharded(self) -> bool:
-        modules = (self.trainer.drafter, self.trainer.target.model)
-        if not any(isinstance(parameter, DTensor) for module in modules for parameter in module.parameters()):
+        if not is_sharded(self.trainer.drafter, self.trainer.target.model):
             return False
         warnings.warn("drafter or target are sharded: AcceptanceCallback decodes nothing.", stacklevel=2)
         return True
@@ -201,23 +202,22 @@ class AcceptanceCallback(TrainerCallback):
         prompts = [self._ids(prompt) for prompt in self.prompts]
         if self._plain is None:
             self._plain = [_written(target, ids, config)[0] for ids in prompts]
-        loop = SpeculativeDecoding(self._drafter(target))
+        loop = SpeculativeDecoding(live(self.trainer.drafter, target))
+        drawn = copy.deepcopy(config)
+        drawn.update(do_sample=True, temperature=self.temperature or 1.0, top_k=0, top_p=1.0)
         tokens = rounds = equal = 0
         total = RowStats()
         for number, (ids, wanted) in enumerate(zip(prompts, self._plain, strict=True)):
             text, stats = _written(target, ids, config, custom_generate=loop)
             if text != wanted and target.dtype == torch.float32:
                 raise SpecGenError(_told(number, text, wanted))
-            assert stats is not None
             equal += text == wanted
+            if self.temperature:
+                text, stats = _written(target, ids, drawn, custom_generate=loop, seed=number)
+            assert stats is not None
             tokens, rounds = tokens + len(text) - 1, rounds + stats.total.num_rounds
             total.merge(stats.total)
         return Decoded(tokens, rounds, equal, len(prompts), total)
-
-    def _drafter(self, target: PreTrainedModel) -> Drafter:
-        """Copy the drafter in the target's dtype: what trains keeps its hooks, its mode and its float32 weights."""
-        made = copy.deepcopy(self.trainer.drafter).eval().requires_grad_(False).to(target.dtype)
-        return made if isinstance(made, Drafter) else SmallModel(made)
 
     def _ids(self, prompt: Prompt) -> list[int]:
         tokenizer = self.trainer.processing_class

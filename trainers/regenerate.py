@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,10 +23,11 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specgen.drafters.base import Drafter
-from hf_specgen.errors import SpecGenError
+from hf_specgen.errors import SpecGenError, reason_of
 from hf_specgen.facts import TargetFacts
 from hf_specgen.generate import SpeculativeDecoding
 from hf_specgen.stats import RowStats
+from hf_specgen.trainers.disk import alone, append, write_whole, writing
 
 FORMAT = 1
 Progress = Callable[[int, int, str], None]
@@ -167,14 +169,14 @@ def regenerate(
     A row has ``index``, ``name``, ``category``, ``prompt`` and ``completion`` (token ids), ``finished`` (it ended by
     itself) and, with ``decode``, ``text``.
 
-    Raises: ``SpecGenError`` when the file holds answers of another target, to other prompts, or drawn otherwise.
+    Raises: ``SpecGenError`` when the file holds answers of another target, to other prompts, or drawn otherwise, when
+    another process writes it, and when it cannot be written.
     """
     if not questions:
         raise SpecGenError("there is no prompt to answer.")
-    meta = _meta(questions, source)
-    done = _resume(out, meta)
-    tokens, start, here = 0, time.perf_counter(), 0
-    with out.open("a", encoding="utf-8") as file:
+    with alone(out):
+        done = _resume(out, _meta(questions, source))
+        tokens, start, here = 0, time.perf_counter(), 0
         for batch in _batches(questions, batch_size):
             todo = [number for number in batch if number not in done]
             if not todo:
@@ -184,8 +186,7 @@ def regenerate(
                 _row(number, questions[number], answer, source.ends, decode)
                 for number, answer in zip(todo, answers, strict=True)
             ]
-            file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-            file.flush()
+            append(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
             here, tokens = here + len(rows), tokens + sum(map(len, answers))
             if progress is not None:
                 rate = tokens / (time.perf_counter() - start)
@@ -221,7 +222,10 @@ def meta_path(out: Path) -> Path:
 def read_meta(out: Path) -> dict[str, Any] | None:
     """Return what is known of a file of answers, None when nothing is."""
     place = meta_path(out)
-    return json.loads(place.read_text(encoding="utf-8")) if place.is_file() else None
+    try:
+        return dict(json.loads(place.read_text(encoding="utf-8"))) if place.is_file() else None
+    except (TypeError, ValueError) as error:
+        raise SpecGenError(f"{place} is no JSON: {reason_of(error)}. Start anew (--restart), or mend it.") from error
 
 
 def check_author(data: str | Path, facts: TargetFacts) -> str | None:
@@ -247,7 +251,8 @@ def _meta(questions: Sequence[Question], source: Source) -> dict[str, Any]:
     }
 
 
-_MUST_AGREE = ("format", "sampling", "prompts")
+_MUST_AGREE = ("format", "sampling", "prompts", "dtype")
+_SIZES = ("hidden_size", "vocab_size", "num_layers")
 
 
 def _resume(out: Path, meta: dict[str, Any]) -> set[int]:
@@ -258,27 +263,39 @@ def _resume(out: Path, meta: dict[str, Any]) -> set[int]:
             f"{out} exists and {meta_path(out).name} beside it does not: whose answers it holds is not known. Give "
             "another file, or start anew (--restart)."
         )
-    if known is not None:
+    if known is None:
+        write_whole(meta_path(out), json.dumps(meta, indent=1, ensure_ascii=False) + "\n")
+    else:
         _compare(out, known, meta)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    meta_path(out).write_text(json.dumps(meta, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     if not out.exists():
         return set()
-    with out.open("r+b") as file:
-        kept = file.read()
-        file.truncate(kept.rfind(b"\n") + 1)
-    lines = kept[: kept.rfind(b"\n") + 1].split(b"\n")
-    return {int(json.loads(line)["index"]) for line in lines if line}
+    kept = out.read_bytes()
+    whole = kept[: kept.rfind(b"\n") + 1]
+    if len(whole) < len(kept):
+        with writing(out):
+            os.truncate(out, len(whole))
+    return {_number(out, place, line) for place, line in enumerate(whole.split(b"\n"), start=1) if line}
+
+
+def _number(out: Path, place: int, line: bytes) -> int:
+    try:
+        return int(json.loads(line)["index"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise SpecGenError(
+            f"line {place} of {out} is no answer ({line[:40]!r}): the disk lost it, or somebody changed the file. Take "
+            "the line out, or start anew (--restart)."
+        ) from error
 
 
 def _compare(out: Path, known: dict[str, Any], meta: dict[str, Any]) -> None:
     """Raises: ``SpecGenError`` naming what differs."""
-    differ = [name for name in _MUST_AGREE if known.get(name) != meta[name]]
-    theirs, ours = (entry.get("target", {}).get("fingerprint") for entry in (known, meta))
-    if theirs != ours:
+    differ = [name for name in _MUST_AGREE if known.get(name) != meta.get(name)]
+    theirs, ours = known.get("target", {}), meta["target"]
+    same = ("fingerprint", *_SIZES) if ours["fingerprint"] else ("fingerprint", *_SIZES, "name")
+    if any(theirs.get(name) != ours[name] for name in same):
         differ.append("target")
     if differ:
-        shown = "; ".join(f"{name} {known.get(name)} there, {meta[name]} here" for name in differ)
+        shown = "; ".join(f"{name} {known.get(name)} there, {meta.get(name)} here" for name in differ)
         raise SpecGenError(
             f"{out} holds answers that were made otherwise ({shown}). Go on with the same settings, give another file, "
             "or start anew (--restart)."
@@ -294,20 +311,20 @@ def write_parquet(rows: Path, out: Path) -> None:
     found.select(sorted(range(len(places)), key=places.__getitem__)).to_parquet(str(out))
 
 
-def chat_prompts(dataset: Any, limit: int | None = None) -> list[list[dict[str, Any]]]:
-    """Return the messages up to the last question of each chat of a data set; earlier answers stay as they are.
+def chat_prompts(dataset: Any, limit: int | None = None) -> list[tuple[list[dict[str, Any]], list[Any] | None]]:
+    """Return each chat of a data set up to its last question, with its tools; earlier answers stay as they are.
 
     Raises: ``SpecGenError`` for data without messages, conversations, or prompt.
     """
-    from hf_specgen.trainers.data import messages_of
+    from hf_specgen.trainers.data import chat_of
 
-    found: list[list[dict[str, Any]]] = []
+    found: list[tuple[list[dict[str, Any]], list[Any] | None]] = []
     for row in dataset:
         if limit is not None and len(found) >= limit:
             break
-        messages = messages_of(row)
-        while messages and messages[-1]["role"] != "user":
+        messages, tools = chat_of(row)
+        while messages and messages[-1].get("role") != "user":
             messages = messages[:-1]
         if messages:
-            found.append(messages)
+            found.append((messages, tools))
     return found

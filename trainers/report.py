@@ -27,6 +27,8 @@ _TOLD = (
     "num_train_epochs",
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
+    "lr_scheduler_type",
+    "warmup_steps",
     "max_length",
     "packing",
     "steps",
@@ -52,15 +54,28 @@ def figures(trainer: DrafterTrainer, about: Mapping[str, Any], worth: Worth | No
         "schema": TRAINING_SCHEMA,
         **about,
         "steps": state.global_step,
+        "best_step": best_step(trainer),
         "epochs": round(state.epoch or 0.0, 3),
         "processes": args.world_size,
         "precision": precision,
-        "arguments": {name: known[name] for name in _TOLD if known.get(name) is not None},
+        "arguments": _told_arguments(known),
         "machine": machine(trainer.args.device),
         "evaluation": last_evaluation(state),
         "curve": curve(state.log_history),
         "decoding": None if worth is None else worth.to_dict(),
     }
+
+
+def best_step(trainer: DrafterTrainer) -> int | None:
+    """Return the step whose weights were taken at the end, None where the last ones were."""
+    best: int | None = trainer.state.best_global_step
+    return best if trainer.args.load_best_model_at_end and best else None
+
+
+def _told_arguments(known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that shaped the training; what is off, or overruled by ``max_steps``, is left out."""
+    kept = {name: known[name] for name in _TOLD if known.get(name) not in (None, False)}
+    return {name: value for name, value in kept.items() if name != "num_train_epochs" or known["max_steps"] < 1}
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -89,12 +104,16 @@ def own_version() -> str:
 
 
 def curve(history: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
-    """Return what was logged by step: the losses, the acceptance length, agreement at the first depths."""
+    """Return what was logged by step: the losses, the acceptance length, agreement at the first depths.
+
+    Of two evaluations at one step the first counts: the second one is of the best weights, loaded at the end.
+    """
     kept = ("loss", "top1_1", "eval_loss", "eval_acceptance_length", "eval_top1_1", "eval_decoded_acceptance_length")
-    rows = []
+    rows: list[dict[str, float]] = []
     for entry in history:
         values = {name: entry[name] for name in kept if name in entry}
-        if values:
+        again = "eval_loss" in entry and any(row["step"] == entry["step"] and "eval_loss" in row for row in rows)
+        if values and not again:
             rows.append({"step": entry["step"], **values})
     return rows
 
@@ -162,5 +181,8 @@ def told(found: Mapping[str, Any]) -> list[str]:
     depths = [depth for depth in range(1, 17) if f"top1_{depth}" in values]
     shares = " ".join(f"{values[f'top1_{depth}']:.2f}" for depth in depths)
     length = values.get("acceptance_length")
-    tail = "" if length is None else f"; acceptance length {length:.2f} (on the texts as given)"
-    return [f"held-out texts: loss {values['loss']:.4f}; best token right at depth 1, 2, ...: {shares}{tail}"]
+    tail = "" if length is None else f", {length:.2f} tokens a round if the target writes these very texts"
+    return [
+        f"after {found['steps']} steps, on held-out texts: loss {values['loss']:.4f} per supervised token{tail}; the "
+        f"drafter's best token is the target's at place 1, 2, ... of a draft: {shares}"
+    ]

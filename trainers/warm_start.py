@@ -105,7 +105,8 @@ def warm_start(drafter: LearnedDrafter, target: PreTrainedModel) -> Notes:
     if model.fits(drafter.config):
         for mine, theirs in zip(ours, model.layers[-len(ours) :], strict=False):
             _copy_layer(mine, theirs)
-        notes.append(f"{min(len(ours), len(model.layers))} layer(s) from the target's last")
+        taken = min(len(ours), len(model.layers))
+        notes.append(f"the target's last {f'{taken} layers' if taken > 1 else 'layer'}")
     else:
         notes.append(f"random layers: {model.reason or 'other sizes than the target has'}")
     _pass_on(drafter, len(model.layers))

@@ -16,10 +16,12 @@ from hf_specgen.drafters.base import Drafter
 from hf_specgen.drafters.learned import LearnedDrafter
 from hf_specgen.drafters.prompt_lookup import PromptLookup
 from hf_specgen.drafters.small_model import SmallModel
+from hf_specgen.drafters.with_lookup import WithLookup
 from hf_specgen.generate import SpeculativeDecoding
 from hf_specgen.stats import RowStats
 
 PLAIN, LOOKUP, FIXED, OURS = "plain", "prompt lookup", "drafter, fixed length", "drafter"
+COMBINED = "drafter with prompt lookup"
 _WARM_UP = 8  # tokens that are written before the clock counts
 
 Drafters = Mapping[str, Drafter | None]
@@ -49,8 +51,9 @@ class Worth:
 
     ``round_cost``: a round of ``num_tokens`` drafted tokens in plain steps, and so the tokens per round that break
     even; ``tokens_per_round``: what was reached there; ``before``: by the untrained drafter. ``speedup``: plain time
-    over the drafter's as users run it, ``lookup_speedup`` over that of prompt lookup, which needs no training.
-    ``same``: texts that are plain greedy decoding's own.
+    over the drafter's as users run it (its lengths follow what pays: ``used_tokens_per_round``), ``combined_speedup``
+    with prompt lookup beside it, ``lookup_speedup`` by prompt lookup alone, which needs no training. ``same``: texts
+    that are plain greedy decoding's own.
     """
 
     prompts: int
@@ -66,11 +69,14 @@ class Worth:
     lookup_tokens_per_round: float
     plain_tokens_per_second: float
     same: int
+    used_tokens_per_round: float
+    combined_speedup: float
+    combined_tokens_per_round: float
 
     @property
     def pays(self) -> bool:
-        """Tell whether the drafter beats plain decoding and prompt lookup."""
-        return self.speedup > max(1.0, self.lookup_speedup)
+        """Tell whether the drafter, alone or with prompt lookup, beats plain decoding and prompt lookup alone."""
+        return max(self.speedup, self.combined_speedup) > max(1.0, self.lookup_speedup)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -78,23 +84,39 @@ class Worth:
 
     def lines(self) -> list[str]:
         """Return the figures in words."""
-        before = "" if self.before is None else f", {self.before:.2f} before training"
+        before = "" if self.before is None else f" ({self.before:.2f} before training)"
         gain = self.tokens_per_round / self.round_cost
-        verdict = (
-            "worth it"
-            if self.pays
-            else "not worth it here: prompt lookup needs no training"
-            if self.lookup_speedup > max(1.0, self.speedup)
-            else "not worth it here"
-        )
+        rows = {
+            "the drafter": (self.speedup, self.used_tokens_per_round),
+            "the drafter with prompt lookup": (self.combined_speedup, self.combined_tokens_per_round),
+            "prompt lookup alone": (self.lookup_speedup, self.lookup_tokens_per_round),
+        }
+        exact = "" if self.dtype == "float32" else f" ({self.dtype} rounding may part the others; in float32 none does)"
         return [
-            f"decoding {self.prompts} prompts, {self.max_new_tokens} new tokens, greedy, {self.dtype}: "
-            f"{self.tokens_per_round:.2f} tokens a round with {self.num_tokens} drafted{before}",
-            f"a round of {self.num_tokens} drafted tokens costs {self.round_cost:.2f} plain steps: "
-            f"{self.round_cost:.2f} tokens a round break even, {self.tokens_per_round:.2f} are {gain:.2f}x",
-            f"{verdict}: {self.speedup:.2f}x over plain decoding ({self.plain_tokens_per_second:.1f} tokens/s), prompt "
-            f"lookup {self.lookup_speedup:.2f}x; {self.same} of {self.prompts} texts are plain decoding's own",
+            f"decoded {self.prompts} held-out prompts, {self.max_new_tokens} new tokens each, greedy, one at a time, "
+            f"{self.dtype}; plain generate() writes {self.plain_tokens_per_second:.1f} tokens/s:",
+            *(
+                f"  {name:<31} {speed:.2f}x its speed, {tokens:.2f} tokens a round"
+                for name, (speed, tokens) in rows.items()
+            ),
+            f"{self.same} of {self.prompts} texts are token by token those of plain decoding{exact}",
+            f"with always {self.num_tokens} drafted: {self.tokens_per_round:.2f} tokens a round{before}; such a round "
+            f"costs {self.round_cost:.2f} plain steps, so {self.round_cost:.2f} tokens a round break even and "
+            f"{self.tokens_per_round:.2f} make {gain:.2f}x",
+            self.verdict(),
         ]
+
+    def verdict(self) -> str:
+        """Say whether training was worth it, and what to use."""
+        best = max(self.speedup, self.combined_speedup)
+        if self.pays:
+            how = " with prompt lookup: WithLookup(drafter)" if self.combined_speedup > self.speedup else ""
+            return f"worth it: {best:.2f}x over plain decoding{how}"
+        if self.lookup_speedup > 1:
+            return (
+                f"not worth it here: {best:.2f}x, and prompt lookup gives {self.lookup_speedup:.2f}x without training"
+            )
+        return f"not worth it here: {best:.2f}x over plain decoding"
 
 
 def is_sharded(*models: torch.nn.Module) -> bool:
@@ -106,11 +128,20 @@ def live(drafter: Any, target: PreTrainedModel, num_tokens: int | None = None) -
     """Copy a drafter as it is now, in the target's place and dtype; ``num_tokens`` makes it a chain of that length."""
     place = target.get_input_embeddings().weight.device
     made = copy.deepcopy(drafter).eval().requires_grad_(False).to(place, target.dtype)
+    unwrap(made)
     if not isinstance(made, LearnedDrafter):
         return SmallModel(made, num_tokens)
     if num_tokens is not None:
         made.config.tree, made.config.num_tokens = "chain", num_tokens
     return made
+
+
+def unwrap(model: torch.nn.Module) -> None:
+    """Take off what accelerate puts around a model's forward: autocast, and outputs in float32."""
+    notes = model.__dict__
+    notes.pop("_is_accelerate_prepared", None)
+    if notes.pop("_original_forward", None) is not None:
+        notes.pop("forward", None)
 
 
 @torch.no_grad()
@@ -164,12 +195,16 @@ def _settle(device: torch.device) -> None:
 
 
 def acceptance(
-    drafter: Any, target: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, num_tokens: int
+    drafter: Any,
+    target: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    num_tokens: int,
+    progress: Progress | None = None,
 ) -> float:
     """Return tokens per round with a fixed draft length."""
-    return decode(target, {FIXED: live(drafter, target, num_tokens)}, prompts, max_new_tokens)[
-        FIXED
-    ].total.tokens_per_round
+    fixed = {FIXED: live(drafter, target, num_tokens)}
+    return decode(target, fixed, prompts, max_new_tokens, progress)[FIXED].total.tokens_per_round
 
 
 def weigh(
@@ -178,17 +213,19 @@ def weigh(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     num_tokens: int,
+    progress: Progress | None = None,
     before: float | None = None,
 ) -> Worth:
-    """Measure a drafter against plain decoding and prompt lookup; ``before``: tokens per round before training."""
+    """Measure a drafter against plain decoding and prompt lookup, and with it; ``before``: tokens a round untrained."""
     drafters: Drafters = {
         PLAIN: None,
         LOOKUP: PromptLookup(),
         FIXED: live(drafter, target, num_tokens),
         OURS: live(drafter, target),
+        COMBINED: WithLookup(live(drafter, target)),
     }
-    found = decode(target, drafters, prompts, max_new_tokens)
-    plain, fixed, ours, lookup = (found[name] for name in (PLAIN, FIXED, OURS, LOOKUP))
+    found = decode(target, drafters, prompts, max_new_tokens, progress)
+    plain, fixed, ours, lookup, both = (found[name] for name in (PLAIN, FIXED, OURS, LOOKUP, COMBINED))
     plain.prefill_seconds = fixed.prefill_seconds  # the same prompts are read, and plain generate() does not say
     return Worth(
         prompts=len(prompts),
@@ -204,4 +241,7 @@ def weigh(
         lookup_tokens_per_round=lookup.total.tokens_per_round,
         plain_tokens_per_second=plain.tokens / max(1e-9, plain.seconds),
         same=ours.same,
+        used_tokens_per_round=ours.total.tokens_per_round,
+        combined_speedup=plain.seconds / max(1e-9, both.seconds),
+        combined_tokens_per_round=both.total.tokens_per_round,
     )

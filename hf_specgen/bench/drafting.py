@@ -59,7 +59,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Case:
-    """Hold a drafter to time: ``kept`` ids in its own head (0: all, by the target's head where it has none)."""
+    """Hold a drafter to time: ``kept`` ids (0: all) of its own head, or of the target's where it has none."""
 
     name: str
     method: str
@@ -72,7 +72,9 @@ CASES = (
     Case("medusa, own heads", "medusa"),
     Case("medusa, the target's head", "medusa", own_head=False),
     Case("medusa, own heads, V / 4", "medusa", kept=12_288),
+    Case("medusa, the target's head, V / 4", "medusa", kept=12_288, own_head=False),
     Case("eagle", "eagle", own_head=False),
+    Case("eagle, V / 4", "eagle", kept=12_288, own_head=False),
     Case("eagle3", "eagle3"),
     Case("eagle3, V / 4", "eagle3", kept=12_288),
     Case("eagle3, V / 4, dynamic 8 x 4, 24 nodes", "eagle3", 12_288, tree={"top_k": 8, "depth": 4, "nodes": 24}),
@@ -97,10 +99,13 @@ class Measured:
     """Hold what a round of one drafter costs. Units: milliseconds; ``share`` is of a plain step.
 
     ``layers_ms`` and ``heads_ms`` are parts of ``draft_ms``; the rest is masks, tokens, the cache and Python.
+    ``pass_ms`` is our own pass over one token, ``assumed`` the part of it that adaptive lengths take for a drafted one.
     """
 
     case: str
     step_ms: float
+    pass_ms: float
+    assumed: float
     draft_ms: float
     layers_ms: float
     heads_ms: float
@@ -122,6 +127,7 @@ class Clocked(Drafter):
     def __init__(self, inner: LearnedDrafter) -> None:
         self.inner = inner
         self.rounds: list[dict[str, float]] = []
+        self.assumed = 0.0
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -136,6 +142,7 @@ class Clocked(Drafter):
         """Begin with no rounds."""
         self.rounds = []
         self.inner.begin(sequences)
+        self.assumed = self.inner.draft_cost
 
     def propose(self, sequences: Sequences) -> Draft:
         """Time a proposal and its parts."""
@@ -232,24 +239,28 @@ def measure(plan: Plan, cases: Sequence[Case] = CASES) -> list[Measured]:
     ids = torch.randint(1, plan.geometry.vocab, (plan.batch, plan.context), generator=source)
     drafters = [Clocked(make_drafter(case, plan)) for case in cases]
     steps: list[float] = []
+    passes: list[float] = []
     found: list[list[dict[str, float]]] = [[] for _ in cases]
     for _ in range(plan.repeats + 1):
         steps.append(_step(target, ids, plan.rounds))
+        passes.append(_step(target, ids, plan.rounds, custom_generate=SpeculativeDecoding(None)))
         for drafter, runs in zip(drafters, found, strict=True):
             _generate(target, ids, plan.rounds + 6, custom_generate=SpeculativeDecoding(drafter))
             settled = [round for round in drafter.rounds[1:] if round["all"] > 0][: plan.rounds]
             runs.append({part: statistics.median(round[part] for round in settled) for part in settled[0]})
-    step = min(steps[1:])
+    step, own = min(steps[1:]), min(passes[1:])
     best = [min(runs[1:], key=lambda run: run["all"]) for runs in found]
     return [
-        Measured(case.name, *(1e3 * value for value in (step, run["all"], run[LAYERS], run[HEADS])))
-        for case, run in zip(cases, best, strict=True)
+        Measured(
+            case.name, 1e3 * step, 1e3 * own, drafter.assumed, *(1e3 * run[part] for part in ("all", LAYERS, HEADS))
+        )
+        for case, drafter, run in zip(cases, drafters, best, strict=True)
     ]
 
 
-def _step(target: PreTrainedModel, ids: torch.Tensor, tokens: int) -> float:
+def _step(target: PreTrainedModel, ids: torch.Tensor, tokens: int, **settings: Any) -> float:
     """Return the seconds of one step of plain decoding."""
-    times = [_generate(target, ids, count) for count in (1, tokens + 1)]
+    times = [_generate(target, ids, count, **settings) for count in (1, tokens + 1)]
     return (times[1] - times[0]) / tokens
 
 
@@ -261,13 +272,19 @@ def _generate(target: PreTrainedModel, ids: torch.Tensor, tokens: int, **setting
 
 def table(rows: Sequence[Measured], plan: Plan) -> Table:
     """Lay the measurements out."""
-    title = f"Drafting {plan.tokens} tokens, batch {plan.batch}, {plan.dtype}; a plain step {rows[0].step_ms:.1f} ms"
+    title = (
+        f"Drafting {plan.tokens} tokens, batch {plan.batch}, {plan.dtype}; a plain step {rows[0].step_ms:.1f} ms, "
+        f"a pass of ours {rows[0].pass_ms:.1f}"
+    )
     found = Table(title=title)
-    for head in ("drafter", "ms a round", "of a step", "layers", "heads", "rest"):
-        found.add_column(head, justify="left" if head == "drafter" else "right")
+    for head in ("drafter", "ms a round", "of a step", "layers", "heads", "rest", "a token", "assumed"):
+        named = head == "drafter"
+        found.add_column(head, justify="left" if named else "right", no_wrap=named)
     for row in rows:
         parts = (row.layers_ms, row.heads_ms, row.rest_ms)
-        found.add_row(row.case, f"{row.draft_ms:.2f}", f"{row.share:.0%}", *(f"{part:.2f}" for part in parts))
+        token = row.draft_ms / plan.tokens / row.pass_ms
+        shares = (f"{token:.3f}", f"{row.assumed:.3f}")
+        found.add_row(row.case, f"{row.draft_ms:.2f}", f"{row.share:.0%}", *(f"{part:.2f}" for part in parts), *shares)
     return found
 
 

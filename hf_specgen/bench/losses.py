@@ -141,25 +141,27 @@ def measure_here(case: Case) -> Measured:
     times = []
     for number in range(case.repeats):
         states.grad = weight.grad = None
-        before = _memory(case.device)
+        before = memory_of(case.device)
         wall, cpu = time.perf_counter(), time.process_time()
         loss = float(step(case, inputs))  # reads the device
         times.append((time.perf_counter() - wall, time.process_time() - cpu))
         if not number:
-            peak = _peak(case.device) - before
+            peak = peak_of(case.device) - before
     norms = [float(tensor.grad.double().norm()) if tensor.grad is not None else 0.0 for tensor in (states, weight)]
     walls, cpus = zip(*times, strict=True)
     return Measured(case, peak, min(walls), min(cpus), loss, *norms)
 
 
-def _memory(device: str) -> int:
+def memory_of(device: str) -> int:
+    """Return the bytes in use, and start to look for a peak."""
     if device == "cpu":
         return _status("VmRSS")
     torch.cuda.reset_peak_memory_stats()
     return torch.cuda.memory_allocated()
 
 
-def _peak(device: str) -> int:
+def peak_of(device: str) -> int:
+    """Return the most bytes that were in use."""
     return _status("VmHWM") if device == "cpu" else torch.cuda.max_memory_allocated()
 
 

@@ -14,6 +14,7 @@ from hf_specgen.drafters.base import Drafter
 from hf_specgen.drafters.learned import LearnedDrafter
 from hf_specgen.drafters.prompt_lookup import PromptLookup
 from hf_specgen.drafters.small_model import SmallModel
+from hf_specgen.drafters.with_lookup import WithLookup
 from hf_specgen.errors import SpecGenError
 from hf_specgen.generate import SpeculativeDecoding
 from hf_specgen.loading import load_drafter
@@ -25,7 +26,11 @@ Load = Callable[[str], tuple[Any, Any]]
 
 PLAIN, STOCK, CONSTANT, OURS = "plain", "stock", "ours-constant", "ours"
 PLAIN_PREPACKED, OURS_PREPACKED = "plain-prepacked", "ours-prepacked"
-DRAFTERS = "prompt-lookup, small-model:<id or path>, learned:<id or path>, none"
+DRAFTERS = (
+    "prompt-lookup, small-model:<id or path>, learned:<id or path>, none, or one of the middle two behind "
+    "prompt-lookup+"
+)
+_COPIES = "prompt-lookup+"
 
 
 @dataclass(frozen=True)
@@ -159,7 +164,7 @@ class DrafterChoice:
 
         Raises: SpecGenError for anything else, and for ``sample`` without a draft model.
         """
-        kind, _, name = spec.partition(":")
+        kind, _, name = spec.removeprefix(_COPIES).partition(":")
         if kind == "small-model" and name:
             return cls(spec, sample, rule, *load(name))
         if kind == "learned" and name:
@@ -175,7 +180,7 @@ class DrafterChoice:
 
     def fitted(self, target: Any) -> DrafterChoice:
         """Return the choice with a learned drafter loaded for a target. Raises: SpecGenError when it does not fit."""
-        kind, _, name = self.spec.partition(":")
+        kind, _, name = self.spec.removeprefix(_COPIES).partition(":")
         if kind != "learned":
             return self
         settings: dict[str, Any] = {"sample": True} if self.sample else {}
@@ -185,6 +190,10 @@ class DrafterChoice:
         """Build the drafter; ``num_tokens`` None leaves the draft length to it."""
         if self.spec == "none":
             return None
+        drafter = self._made(num_tokens)
+        return WithLookup(drafter, PromptLookup(num_tokens)) if self.spec.startswith(_COPIES) else drafter
+
+    def _made(self, num_tokens: int | None) -> Drafter:
         if self.learned is not None:
             same_weights = copy.copy(self.learned)
             same_weights.config = copy.deepcopy(self.learned.config)
@@ -201,7 +210,7 @@ class DrafterChoice:
     def stock(self, num_tokens: int) -> Method | None:
         """Build transformers' counterpart at a constant draft length, batch 1 only; None where it has none."""
         label = f"stock, {num_tokens} tokens"
-        if self.spec == "none" or self.learned is not None:
+        if self.spec == "none" or self.learned is not None or self.spec.startswith(_COPIES):
             return None
         if self.model is None:
             return stock_method(STOCK, label, max_rows=1, prompt_lookup_num_tokens=num_tokens)

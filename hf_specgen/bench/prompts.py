@@ -12,23 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_specgen.errors import SpecGenError
+from hf_specgen.errors import SpecGenError, reason_of
 
 UNCATEGORIZED = "all"
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Hold one prompt as chat messages, with the category it is reported under."""
+    """Hold one prompt as chat messages, with the category it is reported under and the tools that may be called."""
 
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[dict[str, Any], ...]
     category: str = UNCATEGORIZED
     question_id: str = ""
+    tools: Sequence[Any] | None = None
 
     @property
     def text(self) -> str:
         """Return the contents of all messages, for models without a chat template."""
-        return "\n\n".join(message["content"] for message in self.messages)
+        return "\n\n".join(message.get("content", "") for message in self.messages)
 
     @classmethod
     def user(cls, text: str, category: str = UNCATEGORIZED, question_id: str = "") -> Prompt:
@@ -55,7 +56,9 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise SpecGenError(f"cannot read the prompt file {path}: {error}. Give a UTF-8 .jsonl or text file.") from None
+        raise SpecGenError(
+            f"cannot read the prompt file {path}: {reason_of(error)}. Give a UTF-8 .jsonl or text file."
+        ) from None
     prompts = _parse_jsonl(text, str(path)) if path.suffix in {".jsonl", ".ndjson"} else _parse_text(text)
     if not prompts:
         raise SpecGenError(f"{path} holds no prompt. Give one JSON record a line, or paragraphs of text.")
@@ -146,7 +149,8 @@ def encode(prompt: Prompt, tokenizer: Any, chat: bool = True) -> list[int]:
     Raises: SpecGenError when the prompt has no token.
     """
     if chat and tokenizer.chat_template:
-        text = tokenizer.apply_chat_template(list(prompt.messages), tokenize=False, add_generation_prompt=True)
+        more = {"tools": list(prompt.tools)} if prompt.tools else {}
+        text = tokenizer.apply_chat_template(list(prompt.messages), tokenize=False, add_generation_prompt=True, **more)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     else:
         ids = tokenizer(prompt.text)["input_ids"]

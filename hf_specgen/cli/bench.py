@@ -95,29 +95,20 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     """
     from hf_specgen.bench.methods import OURS_PREPACKED
     from hf_specgen.bench.run import Settings
-    from hf_specgen.cli.session import (
-        ModelFlags,
-        PromptFlags,
-        choose_prompts,
-        open_session,
-        read_decoding,
-        require_sampling,
-    )
+    from hf_specgen.cli import session as work
 
-    if demo and (target is not None or prompts is not None or task_prompts is not None):
-        raise SpecGenError(
-            "--demo brings its own target and prompts. Leave --target, --prompts and --task-prompts out, or --demo."
-        )
+    if demo and (target, prompts, task_prompts) != (None, None, None):
+        raise SpecGenError("--demo brings its own target and prompts. Leave --target and theirs out, or --demo.")
     preset = DEMO if demo else Preset()
-    flags = ModelFlags(target or "demo", drafter, rule, sample_drafts, dtype, device, threads)
-    decoding = read_decoding(max_new_tokens or preset.max_new_tokens, temperature, top_k, top_p, seed)
-    require_sampling(decoding, flags)
-    source = PromptFlags(prompts, task_prompts, task_seed, task_skip)
-    chosen = choose_prompts(source, categories or preset.categories, limit or preset.limit)
+    flags = work.ModelFlags(target or "demo", drafter, rule, sample_drafts, dtype, device, threads)
+    decoding = work.read_decoding(max_new_tokens or preset.max_new_tokens, temperature, top_k, top_p, seed)
+    work.require_sampling(decoding, flags)
+    source = work.PromptFlags(prompts, task_prompts, task_seed, task_skip)
+    chosen = work.choose_prompts(source, categories or preset.categories, limit or preset.limit)
     settings = Settings(decoding, batch_size, repeats or preset.repeats, warmup, not no_chat)
     if out is not None:
         _check_folder(out)
-    session = open_session(flags)
+    session = work.open_session(flags)
     methods = _methods(session, batch_size, num_tokens, stock, constant)
     if prepack:
         packed = session.prepacked()

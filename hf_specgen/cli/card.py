@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_specgen.errors import SpecGenError
+from hf_specgen.errors import SpecGenError, reason_of
 
 Folder = Annotated[Path, typer.Argument(help="The drafter's folder.", show_default=False)]
 Bench = Annotated[
@@ -44,7 +44,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise SpecGenError(f"{path} is no JSON: {error}. The report.json of `hf-specgen bench` is required.") from error
+        raise SpecGenError(
+            f"{path} is no JSON: {reason_of(error)}. The report.json of `hf-specgen bench` is required."
+        ) from error
     if not isinstance(found, dict):
         raise SpecGenError(f"{path} holds no report: the report.json of `hf-specgen bench` is required.")
     return found

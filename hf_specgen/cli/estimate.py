@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_specgen.cli import options
-from hf_specgen.errors import SpecGenError
+from hf_specgen.errors import SpecGenError, reason_of
 
 if TYPE_CHECKING:
     from hf_specgen.trainers.estimate import Estimate, Plan, Sizes
@@ -85,6 +85,7 @@ def estimate(  # noqa: PLR0913 - one parameter a flag
         accumulation=accumulation,
         processes=processes,
         bytes_a_weight=target_bits / 8,
+        device=device,
     )
     sizes = work.measure(config, plan, small)
     speeds = (tflops * 1e12,) * 2 if tflops else _speeds(config, device, bf16)
@@ -104,8 +105,7 @@ def _config(name: str) -> Any:
     try:
         return AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise SpecGenError(f"cannot read the configuration of {name!r}: {reason}") from error
+        raise SpecGenError(f"cannot read the configuration of {name!r}: {reason_of(error)}.") from error
 
 
 def _speeds(config: Any, device: str, bf16: bool) -> tuple[float, float]:
@@ -156,7 +156,7 @@ def _show(plan: Plan, sizes: Sizes, found: Estimate, speeds: tuple[float, float]
         "disk",
         *(f"  {name:41}{_size(size):>13}" for name, size in found.disk.items()),
         f"time, an estimate at {speeds[0] / 1e12:.3g} (target) and {speeds[1] / 1e12:.3g} * 10^12 operations a second"
-        + (", half of what matrix products reach here" if measured else ""),
+        + (", half of what matrix products reach here; padding is not counted" if measured else ""),
         *(f"  {name:41}{_duration(seconds):>13}" for name, seconds in times.items()),
         f"  {'all':41}{_duration(sum(times.values())):>13}",
         f"  {'all, read from a feature cache':41}{_duration(sum(times.values()) - times['target']):>13} after the "

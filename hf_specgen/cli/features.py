@@ -58,14 +58,19 @@ def features(  # noqa: PLR0913 - one parameter a flag
     """
     import torch
 
-    from hf_specgen.cli.session import ModelFlags, open_session, progress_bar
+    from hf_specgen.cli.session import ModelFlags, note, open_session, progress_bar
+    from hf_specgen.facts import TargetFacts
     from hf_specgen.trainers import feature_cache as work
     from hf_specgen.trainers.data import DataOptions, load_data, prepare_dataset
     from hf_specgen.trainers.masks import ChatOptions
+    from hf_specgen.trainers.sources import answered
 
     if (out / work.MANIFEST).exists():
         raise SpecGenError(f"{out} holds a cache: give another folder, or remove it first.")
     session = open_session(ModelFlags(target, "none", Rule.rejection, False, dtype, device, threads))
+    texts = answered(data, TargetFacts.of(session.model))
+    if texts.warning:
+        note(f"warning: {texts.warning}")
     wanted = DataOptions(max_length, packing, chat=ChatOptions(turns=turns))
     rows = prepare_dataset(load_data(data, split), session.tokenizer, wanted)
     rows = rows if limit is None else rows.select(range(min(limit, len(rows))))
@@ -73,7 +78,7 @@ def features(  # noqa: PLR0913 - one parameter a flag
     settings = work.CacheOptions(
         dtype=kinds.get(store.value),
         batch_size=batch_size,
-        notes={"data": data, "split": split, "max_length": max_length, "packing": packing},
+        notes={"data": data, "authors": texts.words, "split": split, "max_length": max_length, "packing": packing},
     )
     with progress_bar("reading") as progress:
         cache = work.write_cache(out, rows, session.model, _boundaries(session, method, init_from), settings, progress)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_specgen.cli import options
-from hf_specgen.errors import IncompatibleDrafter, SpecGenError
+from hf_specgen.errors import IncompatibleDrafter, SpecGenError, reason_of
 
 if TYPE_CHECKING:
     from hf_specgen.facts import TargetFacts
@@ -63,7 +63,7 @@ def read_facts(target: str | None) -> TargetFacts:
     try:
         return TargetFacts.of_config(AutoConfig.from_pretrained(target, trust_remote_code=False))
     except (OSError, ValueError, KeyError) as error:
-        raise SpecGenError(f"the target {target}: its config cannot be read: {error}") from error
+        raise SpecGenError(f"the target {target}: its config cannot be read: {reason_of(error)}.") from error
 
 
 def _resolve(source: Source, read: ReadOptions) -> Report:

@@ -51,7 +51,12 @@ def convention(chosen: AuxLayer | None) -> str | None:
 
 Target = Annotated[str, typer.Option(help="The model: demo (SmolLM2-135M-Instruct), a Hub id, or a folder.")]
 DrafterName = Annotated[
-    str, typer.Option("--drafter", help="prompt-lookup, small-model:<id or folder>, learned:<id or folder>, or none.")
+    str,
+    typer.Option(
+        "--drafter",
+        help="prompt-lookup, small-model:<id or folder>, learned:<id or folder>, none; prompt-lookup+small-model:... "
+        "or prompt-lookup+learned:... copies where the text repeats itself and drafts elsewhere.",
+    ),
 ]
 NumTokens = Annotated[
     int | None, typer.Option(min=1, help="Draft that many tokens a round; by default as many as pay.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -68,13 +69,14 @@ def regenerate(  # noqa: PLR0913 - one parameter a flag
     sampling = work.Sampling(max_new_tokens, temperature or 0.0, top_k or 0, top_p or 1.0, decoding.seed)
     chosen = _prompts(prompts, task_prompts, task_seed, data, split, limit)
     session = open_session(ModelFlags(target, drafter, Rule.rejection, False, dtype, device, threads))
-    questions = _questions(chosen, session, not no_chat, max_new_tokens)
+    questions = _questions(chosen, session, not no_chat, max_new_tokens, skips=data is not None)
     rows = out.with_suffix(".jsonl")
     if restart:
         for path in (rows, work.meta_path(rows)):
             path.unlink(missing_ok=True)
     author = _author(session, sampling, prepack, vllm)
-    report = _write(questions, rows, author, _source(session, sampling, not no_chat), batch_size, session.tokenizer)
+    source = _source(session, sampling, not no_chat, vllm)
+    report = _write(questions, rows, author, source, batch_size, session.tokenizer)
     if out != rows:
         work.write_parquet(rows, out)
     _tell(report, out, author)
@@ -93,21 +95,30 @@ def _prompts(
         from hf_specgen.trainers.regenerate import chat_prompts
 
         found = chat_prompts(load_data(data, split, streaming=limit is not None), limit)
-        return [Prompt(tuple(messages), question_id=str(i)) for i, messages in enumerate(found, 1)]
+        return [Prompt(tuple(chat), question_id=str(i), tools=tools) for i, (chat, tools) in enumerate(found, 1)]
     return select(read_prompts(file) if file is not None else task_prompts(tasks or 0, task_seed), limit=limit)
 
 
-def _questions(prompts: list[Prompt], session: Any, chat: bool, new_tokens: int) -> list[Question]:
-    """Encode prompts; refuse those that do not fit before anything is written."""
+def _questions(prompts: list[Prompt], session: Any, chat: bool, new_tokens: int, skips: bool = False) -> list[Question]:
+    """Encode prompts; before anything is written those that do not fit are refused, or left out (``skips``)."""
     from hf_specgen.bench.prompts import encode
     from hf_specgen.bench.run import check_room
+    from hf_specgen.cli.session import note
     from hf_specgen.trainers.regenerate import Question
 
-    questions = []
+    questions, refused = [], ""
     for prompt in prompts:
         ids = encode(prompt, session.tokenizer, chat)
-        check_room(session.model, len(ids), new_tokens, f"prompt {prompt.question_id}")
+        try:
+            check_room(session.model, len(ids), new_tokens, f"prompt {prompt.question_id}")
+        except SpecGenError as error:
+            if not skips:
+                raise
+            refused = refused or str(error)
+            continue
         questions.append(Question(tuple(ids), prompt.category, prompt.question_id))
+    if refused:
+        note(f"{len(prompts) - len(questions)} of {len(prompts)} prompts are left out. The first: {refused}")
     return questions
 
 
@@ -123,18 +134,21 @@ def _author(session: Any, sampling: Sampling, prepack: bool, vllm: bool) -> Auth
     return work.Target(session.model, sampling, session.drafter.make(), pad_token(session.tokenizer))
 
 
-def _source(session: Any, sampling: Sampling, chat: bool) -> Source:
+def _source(session: Any, sampling: Sampling, chat: bool, vllm: bool) -> Source:
     import transformers
 
     import hf_specgen
     from hf_specgen.facts import TargetFacts
     from hf_specgen.trainers.regenerate import Source, end_tokens
 
-    notes = {
+    config = session.model.generation_config
+    notes: dict[str, Any] = {
         "chat_template": chat and bool(session.tokenizer.chat_template),
         "dtype": str(session.model.dtype).removeprefix("torch."),
         "versions": {"hf_specgen": hf_specgen.__version__, "transformers": transformers.__version__},
     }
+    if not vllm:  # what else shapes the answers: a repetition penalty, for one
+        notes["generation_config"] = json.loads(config.to_json_string())
     return Source(TargetFacts.of(session.model), sampling, end_tokens(session.model), notes)
 
 

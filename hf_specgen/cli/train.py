@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 Method = Annotated[str, typer.Argument(help="medusa, eagle, eagle3 or distill.", show_default=False)]
+_DEMO_LICENSE = "apache-2.0"
 
 
 def train(context: typer.Context, method: Method = "--help") -> None:
@@ -15,7 +16,7 @@ def train(context: typer.Context, method: Method = "--help") -> None:
     Arguments are those of transformers' TrainingArguments and of the method; hf-specgen train eagle3 --help lists them.
     Several processes: accelerate launch -m hf_specgen.trainers.train eagle3 ...
     """
-    from hf_specgen.bench.demo import DEMO, load_target
+    from hf_specgen.bench.demo import DEMO, DEMO_HUB_ID, load_target
     from hf_specgen.cli.session import note
     from hf_specgen.errors import SpecGenError
 
@@ -31,4 +32,4 @@ def train(context: typer.Context, method: Method = "--help") -> None:
             return load_target(name, None if dtype == "auto" else dtype, say=note)
         return work.open_target(name, dtype)
 
-    work.main([method, *context.args], load)
+    work.main([method, *context.args], load, {DEMO: (DEMO_HUB_ID, _DEMO_LICENSE)})

@@ -58,27 +58,20 @@ def verify(  # noqa: PLR0913 - one parameter a flag
     """
     from hf_specgen.bench.methods import Decoding
     from hf_specgen.bench.run import Settings
-    from hf_specgen.cli.session import (
-        ModelFlags,
-        PromptFlags,
-        choose_prompts,
-        open_session,
-        read_decoding,
-        require_sampling,
-    )
+    from hf_specgen.cli import session as work
 
-    flags = ModelFlags(target, drafter, _exact(rule), sample_drafts, dtype, device, threads)
-    chosen = choose_prompts(PromptFlags(prompts), categories, limit)
+    flags = work.ModelFlags(target, drafter, _exact(rule), sample_drafts, dtype, device, threads)
+    chosen = work.choose_prompts(work.PromptFlags(prompts), categories, limit)
     if law_samples:
-        decoding = read_decoding(max_new_tokens, temperature or 1.0, top_k, top_p, seed or 0)
+        decoding = work.read_decoding(max_new_tokens, temperature or 1.0, top_k, top_p, seed or 0)
     elif (temperature, top_k, top_p, seed) != (None, None, None, None):
         raise SpecGenError(
             "the sampling flags concern the law check, which --law-samples 0 leaves out. Leave them out too."
         )
     else:
         decoding = Decoding(max_new_tokens)
-    require_sampling(decoding, flags)
-    session = open_session(flags)
+    work.require_sampling(decoding, flags)
+    session = work.open_session(flags)
     settings = Settings(Decoding(max_new_tokens), batch_size, repeats=1, warmup=0, chat=not no_chat)
 
     def ours() -> Method:

@@ -40,6 +40,16 @@ class Drafter(ABC):
         """Tell whether tokens are drawn from the drafter's own law when the target samples."""
         return False
 
+    @property
+    def title(self) -> str:
+        """Return the name that statistics show."""
+        return type(self).__name__
+
+    @property
+    def draft_cost(self) -> float:
+        """Return what drafting one more token in every row costs in the running call, in plain steps of the target."""
+        return 0.0
+
     def attach(self, model: PreTrainedModel) -> None:  # noqa: B027 - most drafters need nothing of the target
         """Learn whose text is drafted; called before ``begin`` of every ``generate()``.
 
@@ -177,6 +187,7 @@ class Pace:
         for proposed, path in zip(round.proposed, round.paths, strict=True):
             if proposed:
                 self.rate.observe(len(path), min(proposed, len(path) + 1))
-        tried, right = sum(round.proposed), sum(map(len, round.paths))
+        tried = sum(round.proposed)
+        right = sum(len(path) for proposed, path in zip(round.proposed, round.paths, strict=True) if proposed)
         if self._rest > 0 and tried and 2 * right >= tried:  # a trial went well: try again at once, at the same pause
             self._rest, self._pause = 0, self._pause // 2

@@ -28,10 +28,10 @@ class EagleDrafter(FeatureDrafter):
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)
-        if config.own_head or config.reduces_vocabulary or config.target_hidden_size != config.hidden_size:
+        if config.own_head or config.target_hidden_size != config.hidden_size:
             raise SpecGenError(
-                "method 'eagle' got own_head, a reduced vocabulary or a hidden size of its own: it foretells what the "
-                "target's head reads. Set own_head=False and the target's sizes, or use method 'eagle3'."
+                "method 'eagle' got own_head or a hidden size of its own: it foretells what the target's head reads. "
+                "Set own_head=False and the target's sizes, or use method 'eagle3'."
             )
         if config.own_embedding:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -40,6 +40,8 @@ class EagleDrafter(FeatureDrafter):
         self.layers = nn.ModuleList(
             DraftLayer(self.layer_config, config.layer_type, index, input_norm=index > 0) for index in layers
         )
+        if config.reduces_vocabulary:
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         self.post_init()
 
     def forward(  # noqa: PLR0913 - one lesson, as the trainer's batch names its parts
@@ -85,8 +87,9 @@ class EagleDrafter(FeatureDrafter):
         return states
 
     def head_weight(self, target_head: Tensor) -> Tensor:
-        """Return the weight of the target's head, ``(V, H)``."""
-        return target_head[: self.config.vocab_size]
+        """Return the weight of the target's head, ``(V_draft, H)``."""
+        ids = self.target_ids
+        return target_head[: self.config.vocab_size] if ids is None else target_head[ids]
 
     def fuse(self, hidden: tuple[Tensor, ...]) -> Tensor:
         """Return the features as they are."""

@@ -83,7 +83,10 @@ class Eagle3Drafter(FeatureDrafter):
 
     def head_weight(self, target_head: Tensor) -> Tensor:
         """Return the weight ``(V_draft, H)`` of the drafter's head, its own or the target's."""
-        return self.lm_head.weight if self.config.own_head else target_head[: self.config.vocab_size]
+        ids = self.target_ids
+        if self.config.own_head:
+            return self.lm_head.weight
+        return target_head[: self.config.vocab_size] if ids is None else target_head[ids]
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -114,23 +117,6 @@ class Eagle3Drafter(FeatureDrafter):
         scores = self.score(self.head_states(states))
         return scores if self.config.own_head else scores[..., : self.config.vocab_size]
 
-    def to_target(self, ids: Tensor) -> Tensor:
-        """Return the target's ids of the drafter's; negative ones stay."""
-        if not self.config.reduces_vocabulary:
-            return ids
-        return torch.where(ids < 0, ids, ids + self._offsets[ids.clamp(min=0)])
-
-    @property
-    def target_ids(self) -> Tensor | None:
-        """Return the target's id of each of the drafter's ids, None when they are the same."""
-        if not self.config.reduces_vocabulary:
-            return None
-        return self._offsets + torch.arange(self.config.draft_vocab_size, device=self._offsets.device)
-
-    @property
-    def _offsets(self) -> Tensor:
-        return self.get_buffer("d2t")
-
     def _normed(self, states: Tensor) -> Tensor:
         normed: Tensor = self.norm(states)
         return normed
@@ -156,9 +142,6 @@ def _check(config: DrafterConfig) -> None:
         ),
         "own_head=False with another hidden size than the target's: the target's head does not fit": (
             not config.own_head and config.hidden_size != config.target_hidden_size
-        ),
-        "own_head=False with a reduced vocabulary: the target's head has no such rows": (
-            not config.own_head and config.reduces_vocabulary
         ),
     }
     for reason, holds in reasons.items():

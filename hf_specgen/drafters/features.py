@@ -23,6 +23,7 @@ from hf_specgen.drafters.learned import LearnedDrafter
 from hf_specgen.drafters.pairs import PairCache
 from hf_specgen.drafters.trees import DynamicShape, Shape, StaticShape, parse_shape
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError
+from hf_specgen.facts import LAYER_OVERHEAD, TOKEN_OVERHEAD
 from hf_specgen.sequences import Sequences
 
 _DEEPEST = 8
@@ -42,8 +43,6 @@ class FeatureDrafter(LearnedDrafter):
         super().__init__(config)
         self.layer_config = config.layer_config()
         self.rotary = Rotary(self.layer_config, config.layer_type)
-        self.costs: Costs | None = None
-        self.confidence: float | None = None
 
     @abstractmethod
     def fuse(self, hidden: tuple[Tensor, ...]) -> Tensor:
@@ -65,17 +64,18 @@ class FeatureDrafter(LearnedDrafter):
 
     def to_target(self, ids: Tensor) -> Tensor:
         """Return the target's ids of the drafter's; negative ones stay."""
-        return ids
-
-    @property
-    def target_ids(self) -> Tensor | None:
-        """Return the target's id of each of the drafter's ids, None when they are the same."""
-        return None
+        offsets = self._buffers.get("d2t")
+        return ids if offsets is None else torch.where(ids < 0, ids, ids + offsets[ids.clamp(min=0)])
 
     @property
     def draws(self) -> bool:
         """Tell whether ``config.sample`` asks for drawn tokens."""
         return self.config.sample
+
+    @property
+    def draft_cost(self) -> float:
+        """Return what one level of a draft costs, in plain steps."""
+        return self.session.costs.draft
 
     def begin(self, sequences: Sequences) -> None:
         """Start with empty rows; the prompt's features come with round zero.
@@ -203,11 +203,12 @@ def _choose(drafter: FeatureDrafter, sequences: Sequences, costs: Costs) -> tupl
 
 
 def _share(drafter: FeatureDrafter, sequences: Sequences) -> float:
-    """Return what drafting a token costs, in plain steps: the weights that are read, over the target's."""
+    """Return what drafting a token costs, in plain steps: what is read for it and its layers, over the target's."""
     sizes = {name: parameter.numel() for name, parameter in drafter.named_parameters()}
     read = sum(size for name, size in sizes.items() if not name.startswith("embed_tokens"))
     if not any(name.startswith("lm_head") for name in sizes):
-        read += sum(parameter.numel() for parameter in drafter.parts.head.parameters())
+        read += drafter.parts.head_size
+    read += LAYER_OVERHEAD * drafter.config.num_hidden_layers + TOKEN_OVERHEAD
     return max(0.03, read / max(1, sequences.target_size))
 
 

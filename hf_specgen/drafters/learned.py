@@ -7,7 +7,7 @@ import tempfile
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, cast
 
@@ -15,16 +15,20 @@ import torch
 import torch.nn.functional as F
 from huggingface_hub import HfApi
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specgen.card import CARD, CardOptions, write_card
+from hf_specgen.costs import Costs
 from hf_specgen.drafter_config import DrafterConfig
 from hf_specgen.drafters.base import Drafter, missing
-from hf_specgen.errors import IncompatibleDrafter, SpecGenError
-from hf_specgen.facts import TargetFacts, whole
+from hf_specgen.drafters.borrowed import TargetParts
+from hf_specgen.drafters.trees import StaticShape, parse_shape
+from hf_specgen.errors import IncompatibleDrafter, SpecGenError, reason_of
+from hf_specgen.facts import TargetFacts
 from hf_specgen.files import hub_errors
 from hf_specgen.formats.base import Checkpoint, ReadOptions, layout_named
+from hf_specgen.formats.shortlist import shortened
 from hf_specgen.hub import Opened, Report, open_checkpoint
 from hf_specgen.sequences import Sequences
 
@@ -33,45 +37,6 @@ _ROWS = 4096  # of an embedding that are compared at once
 _SAVING = ("state_dict", "is_main_process", "safe_serialization", "save_function", "max_shard_size", "variant")
 
 AnyLearned = TypeVar("AnyLearned", bound="LearnedDrafter")
-
-
-@dataclass(frozen=True)
-class TargetParts:
-    """Hold what a drafter borrows from its target: never copied, never saved, never trained with it."""
-
-    facts: TargetFacts
-    embedding: Tensor
-    head: nn.Module
-    device: torch.device
-    dtype: torch.dtype
-    scale: float = 1.0
-    cap: float | None = None
-
-    def logits(self, states: Tensor) -> Tensor:
-        """Return what the target makes of states ``(..., H)`` behind its final norm: its head, its factor, its cap."""
-        scores = cast(Tensor, self.head(states.to(self.dtype)))
-        scores = scores.to(states.device)  # the head of a model spread over devices may be on another one
-        scores = scores if self.scale == 1 else scores * self.scale
-        return scores if self.cap is None else self.cap * torch.tanh(scores / self.cap)
-
-    def belong_to(self, model: PreTrainedModel) -> bool:
-        """Tell whether they are still a model's: it may have moved, or have got another head."""
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        same = embedding is not None and embedding.weight is self.embedding and head is self.head
-        facts = replace(TargetFacts.of_config(model.config), fingerprint=self.facts.fingerprint) if same else None
-        return facts == self.facts and (self.embedding.device, model.dtype) == (self.device, self.dtype)
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> TargetParts:
-        """Take the parts of a target. Raises: ``IncompatibleDrafter`` for a model without a language-model head."""
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        if embedding is None or head is None:
-            raise IncompatibleDrafter(
-                f"{type(model).__name__} has no token embedding or no language-model head: a causal language model is "
-                "required. Load the target with AutoModelForCausalLM."
-            )
-        weight = whole(cast(Tensor, embedding.weight))
-        return cls(TargetFacts.of(model), weight, head, weight.device, model.dtype, *_behind_head(model))
 
 
 class HeadLoss(Protocol):
@@ -134,8 +99,11 @@ class LearnedDrafter(PreTrainedModel, Drafter):
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)
+        check_drafts(config)
         self._parts: TargetParts | None = None
         self._session: object | None = None
+        self.costs: Costs | None = None
+        self.confidence: float | None = None
         self.report = None
 
     def __getattr__(self, name: str) -> Any:
@@ -163,6 +131,12 @@ class LearnedDrafter(PreTrainedModel, Drafter):
         """Tell whether the config asks for drawn tokens."""
         return self.config.sample
 
+    @property
+    def target_ids(self) -> Tensor | None:
+        """Return the target's id of each of the drafter's ids ``(V_draft)``, None when they are the same."""
+        offsets = self._buffers.get("d2t")
+        return None if offsets is None else offsets + torch.arange(len(offsets), device=offsets.device)
+
     def get_input_embeddings(self) -> None:
         """Return None: sharding must leave the embedding with the whole, which reads its weight."""
 
@@ -174,11 +148,12 @@ class LearnedDrafter(PreTrainedModel, Drafter):
 
         Raises: ``IncompatibleDrafter`` for other sizes. Warns: when the fingerprint is another target's.
         """
-        if self._parts is not None and self._parts.belong_to(model):
+        ids = None if self.config.own_head else self.target_ids
+        if self._parts is not None and self._parts.belong_to(model, ids):
             return
         parts = TargetParts.of(model)
         self.check_target(parts.facts)
-        self._parts = parts
+        self._parts = parts.narrowed(ids)
 
     def for_call(self, model: PreTrainedModel) -> LearnedDrafter:
         """Attach, and return a shallow copy: the weights are the same, what belongs to the call is its own."""
@@ -216,6 +191,20 @@ class LearnedDrafter(PreTrainedModel, Drafter):
         if own is not None:
             return cast(Tensor, own(states))
         return self.parts.logits(states)
+
+    def shortened(self: AnyLearned, ids: Tensor) -> AnyLearned:
+        """Return a drafter that drafts only ``ids (n)``, target ids that the text is likely to hold; it reads less.
+
+        What is drafted changes, never the text. All other weights are shared; ``save_pretrained`` keeps the choice.
+        Counting: ``trainers.vocabulary``, or ``hf-specgen convert --draft-vocab-size``.
+        Raises: ``SpecGenError`` for ids that are none, stand twice, or that this drafter does not draft.
+        """
+        said = self.report
+        found = shortened(replace(self.checkpoint(), notes=said.notes if said else ()), ids)
+        drafter = assemble(type(self), found, self.dtype, self.device)
+        drafter.report = replace(said, config=drafter.config, notes=found.notes) if said else None
+        drafter.costs, drafter.confidence = self.costs, self.confidence
+        return drafter.train(self.training)
 
     def checkpoint(self) -> Checkpoint:
         """Return config and tensors as a layout's ``write`` takes them."""
@@ -327,16 +316,6 @@ class LearnedDrafter(PreTrainedModel, Drafter):
         return str(done.commit_url)
 
 
-def _behind_head(model: PreTrainedModel) -> tuple[float, float | None]:
-    """Return by what a target multiplies its head's output, and at what it caps it (None: it does not)."""
-    settings = model.config.get_text_config(decoder=True).to_dict()
-    scale, scaling = float(settings.get("logit_scale") or 1.0), float(settings.get("logits_scaling") or 1.0)
-    if not str(settings.get("model_type")).startswith("hyperclovax"):  # it multiplies by what Granite divides by
-        scaling = 1.0 / scaling
-    cap = settings.get("final_logit_softcapping")
-    return scale * scaling, float(cap) if cap else None
-
-
 def _forget(drafter: weakref.ref[LearnedDrafter], session: weakref.ref[object]) -> None:
     """Drop a session whose call is over."""
     owner = drafter()
@@ -374,7 +353,8 @@ def skeleton(kind: type[AnyLearned], config: DrafterConfig) -> AnyLearned:
         raise
     except (KeyError, ValueError, TypeError, RuntimeError, StrictDataclassError) as error:
         raise IncompatibleDrafter(
-            f"the config of the checkpoint builds no {kind.__name__}: {type(error).__name__}: {error}. Get it anew."
+            f"the config of the checkpoint builds no {kind.__name__}: {type(error).__name__}: {reason_of(error)}. "
+            "Get it anew."
         ) from error
 
 
@@ -410,6 +390,19 @@ def dtype_named(dtype: torch.dtype | str | None, tensors: Mapping[str, Tensor]) 
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise SpecGenError(f"dtype={dtype!r}: a floating dtype of torch is required, such as torch.bfloat16.")
     return found
+
+
+def check_drafts(config: DrafterConfig) -> None:
+    """Check how a drafter is told to draft. Raises: ``SpecGenError`` for a ``tree`` or ``num_tokens`` that is none."""
+    deepest = config.num_heads if config.method == "medusa" and config.num_heads > 0 else None
+    with torch.device("cpu"):  # a drafter may be built without memory
+        parse_shape(config.tree, StaticShape.chain(1), deepest)
+    number: object = config.num_tokens
+    if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
+        raise SpecGenError(
+            f"num_tokens={number!r} in a drafter's config: a whole number of at least 1 is required, or None (as many "
+            "as pay)."
+        )
 
 
 def check_fit(config: DrafterConfig, facts: TargetFacts) -> None:

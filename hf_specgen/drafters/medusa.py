@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specgen.coins import Coins
-from hf_specgen.costs import Costs, Rate
+from hf_specgen.costs import Rate
 from hf_specgen.draft import DenseQ, Draft, Round, Tree, spread
 from hf_specgen.drafter_config import DrafterConfig
 from hf_specgen.drafters.base import DraftLength, Pace
@@ -21,7 +21,7 @@ from hf_specgen.drafters.learned import LearnedDrafter, Objective, TrainingOutpu
 from hf_specgen.drafters.trees import ABSENT, DynamicShape, Growth, Shape, StaticShape, parse_shape, top
 from hf_specgen.drafters.unrolling import Lesson, chosen, told, weighted
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError
-from hf_specgen.facts import TargetFacts, whole
+from hf_specgen.facts import TOKEN_OVERHEAD, TargetFacts, other_layers, whole
 from hf_specgen.sequences import Sequences
 from hf_specgen.taps import FINAL
 
@@ -45,9 +45,9 @@ class MedusaDrafter(LearnedDrafter):
 
     Heads do not see each other's tokens: what a node may hold depends on its depth alone. ``config.tree``: None is a
     chain on CPUs and the tree ``"medusa"`` elsewhere (unmeasured there). ``num_tokens`` bounds how deep a draft goes.
-    ``costs`` replaces the assumed costs of a pass.
+    ``costs`` replaces the assumed costs of a pass, ``confidence`` ends a chain where the best token is less likely.
 
-    Raises: ``IncompatibleDrafter`` for a config without heads.
+    Raises: ``IncompatibleDrafter`` for a config without heads, ``SpecGenError`` for a tree deeper than there are heads.
     Source: Cai et al. 2024, "Medusa: simple LLM inference acceleration framework with multiple decoding heads".
     """
 
@@ -69,7 +69,6 @@ class MedusaDrafter(LearnedDrafter):
             self.add_module(str(head), nn.Sequential(*parts))
         if config.reduces_vocabulary:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
-        self.costs: Costs | None = None
 
     @classmethod
     def for_target(
@@ -109,6 +108,18 @@ class MedusaDrafter(LearnedDrafter):
         target = AutoModelForCausalLM.from_pretrained(name, **settings)
         hub = {key: settings[key] for key in _HUB if key in settings}
         return target, cls.from_pretrained(name, target=target, **hub)
+
+    def attach(self, model: PreTrainedModel) -> None:
+        """Attach as every drafter does; some layers too must be those that Medusa-2 heads were trained with."""
+        before = self._parts
+        super().attach(model)
+        others = [] if self._parts is before else other_layers(model, self.config.target.get("layers") or {})
+        if others:
+            self._parts, name = before, self.config.target.get("name")
+            raise IncompatibleDrafter(
+                f"these Medusa-2 heads were trained together with the backbone of {name}, and {', '.join(others[:3])} "
+                f"of the target are others. Load the target from there: AutoModelForCausalLM.from_pretrained({name!r})."
+            )
 
     def check_target(self, facts: TargetFacts) -> None:
         """Refuse another backbone than the one Medusa-2 heads were trained with; else as every drafter does.
@@ -174,7 +185,8 @@ class MedusaDrafter(LearnedDrafter):
     def _head_weight(self, number: int, target_head: Tensor) -> Tensor:
         """Return the last matrix of a head, its own or the target's."""
         if not self.config.own_head:
-            return target_head[: self.config.draft_vocab_size]
+            ids = self.target_ids
+            return target_head[: self.config.vocab_size] if ids is None else target_head[ids]
         return self.get_submodule(f"{number}.{self.config.num_head_layers}").get_parameter("weight")
 
     def head(self, number: int, states: Tensor) -> Tensor:
@@ -186,12 +198,6 @@ class MedusaDrafter(LearnedDrafter):
         if self.config.own_head:
             return torch.as_tensor(features)
         return self.parts.logits(features)
-
-    @property
-    def target_ids(self) -> Tensor | None:
-        """Return the target id of each draft id ``(V_draft)``, None where they are the same."""
-        offsets = self._buffers.get("d2t")
-        return None if offsets is None else offsets + torch.arange(len(offsets), device=offsets.device)
 
     def begin(self, sequences: Sequences) -> None:
         """Settle what to draft.
@@ -206,6 +212,11 @@ class MedusaDrafter(LearnedDrafter):
         if not isinstance(self._session, _Session):
             raise SpecGenError("MedusaDrafter was asked for a draft before begin(): the loop calls begin() first.")
         return self._session
+
+    @property
+    def draft_cost(self) -> float:
+        """Return what one head costs, in plain steps."""
+        return self._open.costs.draft
 
     def propose(self, sequences: Sequences) -> Draft:
         """Evaluate as many heads as the draft is deep, for the rows that draft."""
@@ -228,15 +239,16 @@ class _Session:
         self._draws = samples and not self._shares_noise
         schedule = asked.schedule or ("constant" if self._draws else None)  # neighbours must not set what is drawn
         default = min(4, config.num_heads) if schedule == "constant" else config.num_heads
-        costs = drafter.costs or replace(sequences.costs, draft=_cost(drafter, sequences))
-        length = DraftLength.choose(replace(asked, schedule=schedule), config.num_tokens, default, costs)
+        self.costs = drafter.costs or replace(sequences.costs, draft=_cost(drafter, sequences))
+        length = DraftLength.choose(replace(asked, schedule=schedule), config.num_tokens, default, self.costs)
         length.begin(len(sequences))
         self._pace = Pace(length, Rate(0.6, 0.7))
         number = asked.num_tokens if asked.num_tokens is not None else config.num_tokens
-        self._shape = _bounded(_shape(drafter, self._device), None if number is None else length.num_tokens)
+        self._shape = _bounded(_shape(drafter.config, self._device), None if number is None else length.num_tokens)
         if self._draws:
             check_drawn(self._shape, sequences.rule)
-        self._confidence = asked.confidence or 0.0
+        unsure = asked.confidence if asked.confidence is not None else drafter.confidence
+        self._confidence = unsure or 0.0
         check_confidence(self._confidence, self._is_chain)
         self._parts: dict[int, tuple[StaticShape, Tree]] = {}
         ids = drafter.target_ids
@@ -382,7 +394,7 @@ class _Session:
         space = torch.tensor(room, device=self._device)
         remaining = [sequences.remaining[row] for row in live]
         nodes = self._shape.nodes
-        nodes = growth.paying(self._pace.length.costs, remaining, space) if nodes is None else nodes
+        nodes = growth.paying(self.costs, remaining, space) if nodes is None else nodes
         if nodes == 0:
             return Draft.empty(len(sequences), self._device)
         ranks, parents, n_valid, _ = growth.finish(nodes, space)
@@ -411,9 +423,9 @@ def _way(shape: StaticShape, node: int) -> list[int]:
     return way[::-1]
 
 
-def _shape(drafter: MedusaDrafter, device: torch.device) -> Shape:
+def _shape(config: DrafterConfig, device: torch.device) -> Shape:
     """Return the shape asked for, no deeper than there are heads."""
-    spec, heads = drafter.config.tree, drafter.config.num_heads
+    spec, heads = config.tree, config.num_heads
     chain = StaticShape.chain(heads)
     if spec is None and device.type != "cpu":
         spec = "medusa"
@@ -430,8 +442,8 @@ def _bounded(shape: Shape, number: int | None) -> Shape:
 
 
 def _cost(drafter: MedusaDrafter, sequences: Sequences) -> float:
-    """Return what one head costs, in plain steps of the target: its share of the weights that are read."""
-    size = sum(weight.numel() for weight in drafter.get_submodule("0").parameters())
+    """Return what one head costs, in plain steps of the target: what is read for it over what a step costs."""
+    size = TOKEN_OVERHEAD + sum(weight.numel() for weight in drafter.get_submodule("0").parameters())
     if not drafter.config.own_head:
-        size += drafter.parts.embedding.numel()
+        size += drafter.parts.head_size
     return max(0.01, size / max(1, sequences.target_size))

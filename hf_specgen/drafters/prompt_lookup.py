@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -66,6 +67,18 @@ class Source:
         return out
 
 
+class Found(NamedTuple):
+    """Hold what may be copied into a row: continuations, best first ([[]]: none), and how often such ones are right."""
+
+    rate: Rate
+    texts: list[list[int]]
+
+    @property
+    def length(self) -> int:
+        """Return how many tokens there are."""
+        return len(self.texts[0])
+
+
 class PromptLookup(Drafter):
     """Draft by copying: no model, any batch size, nothing proposed where nothing matches.
 
@@ -106,35 +119,55 @@ class PromptLookup(Drafter):
         self._length = DraftLength.choose(sequences.request, self.num_tokens, 16, costs)
         self._length.begin(len(sequences))
         self._rows = [Source(self.max_ngram, self.branches, list(tokens)) for tokens in sequences.tokens]
-        self._rates = [Rate(*_PRIORS[min(n, len(_PRIORS)) - 1]) for n in range(1, self.max_ngram + 1)]
-        self._found: list[tuple[int, list[list[int]]]] = []
+        self._rates = [self._priors()] * len(sequences)
+        self._found: list[Found] = []
+
+    def part_rows(self) -> None:
+        """Let every row learn from itself alone; by default they share what they learn."""
+        self._rates = [self._priors() for _ in self._rates]
+
+    def _priors(self) -> list[Rate]:
+        return [Rate(*_PRIORS[min(n, len(_PRIORS)) - 1]) for n in range(1, self.max_ngram + 1)]
 
     def propose(self, sequences: Sequences) -> Draft:
         """Copy what followed the longest suffix found in the row, then in the other sources."""
+        return self.copies(self.cut(self.search(sequences), sequences), sequences.prompt.device)
+
+    def search(self, sequences: Sequences) -> list[Found]:
+        """Return what may be copied into every row; ``observe`` compares it with what came."""
         for source, tokens in zip(self._rows, sequences.tokens, strict=True):
             source.extend(tokens[source.indexed :])
         bounds = self._length.bounds(sequences.room)
         self._found = [self._search(row, bound) for row, bound in enumerate(bounds)]
-        rates = [self._rates[n - 1] for n, _ in self._found]
-        lengths = [len(texts[0]) for _, texts in self._found]
-        counts = self._length.cut(lengths, rates, sequences.remaining)
-        drafts = [[text[:count] for text in texts] for (_, texts), count in zip(self._found, counts, strict=True)]
-        device = sequences.prompt.device
-        if self.branches == 1:
+        return self._found
+
+    def cut(self, found: list[Found], sequences: Sequences) -> list[int]:
+        """Return how many tokens of what was found each row should copy when nothing else is drafted."""
+        return self._length.cut([one.length for one in found], [one.rate for one in found], sequences.remaining)
+
+    @property
+    def adapts(self) -> bool:
+        """Tell whether lengths follow what pays."""
+        return self._length.schedule == "adaptive"
+
+    def copies(self, counts: Sequence[int], device: torch.device, branches: int | None = None) -> Draft:
+        """Return the draft of the first ``counts[r]`` tokens of what was found; ``branches`` of 1 leaves the others."""
+        drafts = [[text[:count] for text in found.texts] for found, count in zip(self._found, counts, strict=True)]
+        if (branches or self.branches) == 1:
             return Draft.from_lists([texts[0] for texts in drafts], device)
         return merge([texts if texts[0] else [] for texts in drafts], device)
 
     def observe(self, round: Round) -> None:
         """Compare what was found with what came, proposed or not: undrafted candidates teach for free."""
         self._length.observe(round)
-        for (n, texts), tokens in zip(self._found, round.emitted, strict=False):
+        for (rate, texts), tokens in zip(self._found, round.emitted, strict=False):
             if texts[0]:
                 known = min(len(texts[0]), len(tokens))
                 matched = next((i for i in range(known) if texts[0][i] != tokens[i]), known)
-                self._rates[n - 1].observe(matched, min(known, matched + 1))
+                rate.observe(matched, min(known, matched + 1))
 
-    def _search(self, row: int, bound: int) -> tuple[int, list[list[int]]]:
-        """Return the length of the matched suffix and its continuations, best first ([[]] when none is found)."""
+    def _search(self, row: int, bound: int) -> Found:
+        """Look for the longest suffix of a row."""
         text = self._rows[row].tokens
         sources = [self._rows[row], *self._corpus]
         if self.other_rows:
@@ -145,8 +178,8 @@ class PromptLookup(Drafter):
                 for source in sources:
                     places = source.find(n, suffix)
                     if places:
-                        return n, [source.read(place, bound) for place in places]
-        return 1, [[]]
+                        return Found(self._rates[row][n - 1], [source.read(place, bound) for place in places])
+        return Found(self._rates[row][0], [[]])
 
 
 def merge(rows: list[list[list[int]]], device: torch.device) -> Draft:

@@ -15,6 +15,7 @@ from hf_specgen.costs import Costs, Rate
 from hf_specgen.draft import DenseQ, Draft, Round, Tree, spread
 from hf_specgen.drafters.base import Drafter, DraftLength, Pace
 from hf_specgen.errors import IncompatibleDrafter
+from hf_specgen.facts import step_size
 from hf_specgen.forward import CachedModel
 from hf_specgen.sequences import Sequences
 
@@ -51,6 +52,11 @@ class SmallModel(Drafter):
         """Tell whether ``sample`` was asked for."""
         return self.sample
 
+    @property
+    def draft_cost(self) -> float:
+        """Return what a pass of the model costs, in plain steps of the target."""
+        return self._pace.length.costs.draft
+
     def for_call(self, model: PreTrainedModel) -> SmallModel:
         """Return a copy over the same model: calls may overlap."""
         return copy(self)
@@ -60,8 +66,8 @@ class SmallModel(Drafter):
         if self.tokenizer is not None and sequences.tokenizer is not None:
             check_vocabularies(sequences.tokenizer, self.tokenizer)
         rows = len(sequences)
-        size = sum(parameter.numel() for parameter in self.model.parameters())
-        costs = self.costs or replace(sequences.costs, draft=max(0.03, size / max(1, sequences.target_size)))
+        share = step_size(self.model) / max(1, sequences.target_size)
+        costs = self.costs or replace(sequences.costs, draft=max(0.03, share))
         own, asked = self.model.generation_config, sequences.request
         schedule = asked.schedule or own.num_assistant_tokens_schedule
         if self._draws(sequences) and schedule is None:

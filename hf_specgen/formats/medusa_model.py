@@ -42,13 +42,23 @@ class MedusaModel(Layout):
         return replace(plan, notes=(*plan.notes, "the target is the backbone of this checkpoint, and no other"))
 
     def read(self, source: Source, options: ReadOptions) -> Checkpoint:
-        """Read the heads, and of the backbone what its fingerprint is made of."""
+        """Read the heads, and of the backbone what its fingerprint and the marks of some layers are made of."""
         checkpoint = super().read(source, options)
         wanted = [name for name in (_EMBEDDING, "lm_head.weight") if name in source.shapes]
         loaded = source.load(wanted)
         mark = fingerprint_of(loaded[_EMBEDDING], loaded[wanted[-1]])
-        checkpoint.config.target = {**checkpoint.config.target, "fingerprint": mark}
+        layers = {name: fingerprint_of(*2 * [source.load([name])[name]]) for name in marked(source)}
+        checkpoint.config.target = {**checkpoint.config.target, "fingerprint": mark, "layers": layers}
         return checkpoint
+
+
+def marked(source: Source) -> list[str]:
+    """Return weights that fine-tuning changes, of the first, the middle and the last layer: adapters spare some."""
+    numbers = sorted({int(name.split(".")[2]) for name in source.shapes if name.startswith("model.layers.")})
+    chosen = sorted({numbers[0], numbers[len(numbers) // 2], numbers[-1]})
+    parts = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
+    names = [f"model.layers.{number}.{part}.weight" for number in chosen for part in parts]
+    return [name for name in names if name in source.shapes]
 
 
 LAYOUT = MedusaModel()

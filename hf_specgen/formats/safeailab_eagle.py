@@ -41,6 +41,7 @@ class SafeAILabEagle(Layout):
         wrong = {
             f"method {config.method!r}": config.method != "eagle",
             "norms of queries and keys (Qwen3 layers)": config.layer_type != "llama",
+            "a shortened draft vocabulary (d2t)": config.reduces_vocabulary,
             "a sliding window": config.sliding_window is not None,
             f"head_dim {config.head_dim} (hidden_size / heads is required)": config.head_dim
             * config.num_attention_heads

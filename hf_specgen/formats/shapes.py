@@ -49,6 +49,8 @@ def eagle_shapes(config: DrafterConfig) -> Shapes:
         if index:
             layer["input_layernorm.weight"] = (width,)
         found |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
+    if config.reduces_vocabulary:
+        found["d2t"] = (config.draft_vocab_size,)
     return found | _ends(config)
 
 

@@ -67,6 +67,7 @@ def _refuse_what_sglang_lacks(config: DrafterConfig) -> None:
         "norms of queries and keys (Qwen3 layers)": config.layer_type != "llama",
         "norm_before_residual": config.norm_before_residual,
         "a sliding window": config.sliding_window is not None,
+        "some rows of the target's head": config.reduces_vocabulary and not config.own_head,
     }
     found = [name for name, is_so in wrong.items() if is_so]
     if found:

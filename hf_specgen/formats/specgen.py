@@ -44,6 +44,9 @@ SHARED = (
 # The layer type is ``model_type`` there, the rope and the window stand there in the engines' own ways.
 TOLD_OTHERWISE = ("layer_type", "rope_parameters", "sliding_window")
 ARCHITECTURES = {"eagle3": "LlamaForCausalLMEagle3", "eagle": "LlamaForCausalLMEagle", "medusa": "MedusaDrafter"}
+OURS = (
+    "SpecGenDrafter"  # some rows of the target's head: no engine reads that, and none may take it for another drafter
+)
 
 
 class SpecGenLayout(Layout):
@@ -106,7 +109,7 @@ def config_file(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         **settings,
         **flags,
-        "architectures": [ARCHITECTURES[config.method]],
+        "architectures": [OURS if config.reduces_vocabulary and not config.own_head else ARCHITECTURES[config.method]],
         KEY: {**own, "version": VERSION, "layer_type": config.layer_type},
     }
 

@@ -1,0 +1,56 @@
+"""Count which ids a target writes most, for a drafter with a shorter vocabulary."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hf_specgen.errors import SpecGenError
+
+if TYPE_CHECKING:
+    from hf_specgen.formats.base import Checkpoint
+
+
+def with_fewer_ids(found: Checkpoint, size: int, data: str | None, split: str, tokenizer: str | None) -> Checkpoint:
+    """Return a checkpoint that drafts the ``size`` ids which are supervised most in a data set, and ends of text.
+
+    ``tokenizer``: of which model. Raises: ``SpecGenError`` for no data, no tokenizer, or a size that is no reduction.
+    """
+    from dataclasses import replace
+
+    from hf_specgen.cli.session import note
+    from hf_specgen.formats.shortlist import drafted_ids, shortened
+
+    known = drafted_ids(found)
+    tokenizer = tokenizer or found.config.target.get("name") or None
+    if data is None or not size < len(known):
+        raise SpecGenError(
+            f"--draft-vocab-size {size}: fewer ids than the drafter's {len(known)}, and --data FILE (answers of the "
+            "target, in which ids are counted) are required."
+        )
+    try:
+        from hf_specgen.trainers.data import load_data, prepare_dataset
+        from hf_specgen.trainers.vocabulary import choose_vocabulary, count_supervised, coverage
+    except ImportError as error:
+        raise SpecGenError(f"counting needs {error.name}, which is not installed: pip install {error.name}") from None
+    rows = load_data(data, split)
+    speaks = _tokenizer(tokenizer) if "input_ids" not in rows.column_names else None
+    counts = count_supervised(prepare_dataset(rows, speaks), found.config.vocab_size)
+    before = counts[known].clone()
+    ends = [] if speaks is None or speaks.eos_token_id is None else [speaks.eos_token_id]
+    places = [int((known == end).nonzero()) for end in ends if bool((known == end).any())]
+    _, kept = choose_vocabulary(before, size, places)
+    share = 100 * coverage(counts, known[kept])
+    note(f"a draft vocabulary of {size} ids, {share:.1f} % of the supervised tokens in {data}")
+    short = shortened(found, known[kept])
+    return replace(short, notes=(*short.notes, f"counted in {data}: {share:.1f} % of its tokens can be drafted"))
+
+
+def _tokenizer(name: str | None) -> Any:
+    from transformers import AutoTokenizer
+
+    if name is None:
+        raise SpecGenError("--data holds texts and the checkpoint names no target: give --target for its tokenizer.")
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise SpecGenError(f"the tokenizer of {name} cannot be loaded: {error}") from error
