@@ -82,7 +82,8 @@ class CachedModel:
         columns = torch.arange(width, device=self.device)
         ragged = min(lengths) < width
         self.cache.begin_prefill(width, lengths, left_padded=True)
-        extra: dict[str, Any] = {"logits_to_keep": 1} if self._trims_logits else {}
+        last = torch.tensor([-1], device=self.device)  # a slice is not contiguous: torch would copy the head per row
+        extra: dict[str, Any] = {"logits_to_keep": last} if self._trims_logits else {}
         output, tapped = self._call(
             ids,
             attention_mask=(columns >= pads).long() if ragged else None,

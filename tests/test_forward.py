@@ -182,3 +182,17 @@ def test_attention_kernels_that_take_no_mask_are_refused() -> None:
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(UnsupportedTarget, match=r"flash_attention_2.*set_attn_implementation"):
         CachedModel(model, 1)
+
+
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_the_head_is_given_whole_rows(chunk: int | None) -> None:
+    """Of states that are not contiguous torch makes a batch of products, with a copy of the head's weight in each."""
+    model = tiny()
+    seen: list[torch.Tensor] = []
+    handle = model.lm_head.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    ids, _ = prompts(LENGTHS)
+    try:
+        CachedModel(model, len(LENGTHS)).prefill(ids, LENGTHS, chunk=chunk)
+    finally:
+        handle.remove()
+    assert seen and all(states.is_contiguous() and states.shape[1] < ids.shape[1] for states in seen)

@@ -242,3 +242,22 @@ def test_sizes_that_build_nothing_are_refused_by_our_own_errors(settings: dict[s
     drafter_of("eagle3", tiny(), [[1, 2, 3, 4]]).save_pretrained(tmp_path)
     with pytest.raises(SpecGenError, match=r"builds no Eagle3Drafter|layer_type"):
         load_drafter(tmp_path, **settings)
+
+
+@pytest.mark.parametrize("tree", ["chain", TREE, DYNAMIC], ids=["chain", "static", "dynamic"])
+@pytest.mark.parametrize("kind", [*METHODS, "small"])
+def test_heads_are_given_whole_rows(kind: str, tree: object) -> None:
+    """Of states that are not contiguous torch makes a batch of products, with a copy of the head's weight in each."""
+    model, (ids, mask) = tiny(), prompts([6, 6, 6])
+    expected = plain(model, ids, mask)
+    drafter = drafter_of(kind, model, texts_of(expected, mask), tree)
+    models = [model, drafter.model if isinstance(drafter, SmallModel) else drafter]
+    heads = [part for whole in models for name, part in whole.named_modules() if name.endswith("lm_head")]
+    seen: list[bool] = []
+    handles = [head.register_forward_pre_hook(lambda _, given: seen.append(given[0].is_contiguous())) for head in heads]
+    try:
+        assert torch.equal(ours(model, drafter, ids, mask), expected)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert len(seen) > 6 and all(seen)

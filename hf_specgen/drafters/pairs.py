@@ -98,9 +98,6 @@ class PairCache:
             self.cache.commit([count - (behind == 0) for count in taken])
         self._blocks.clear()
         self._held = 1
-        width = states.shape[1]
-        if min(taken) == width:
-            return states[:, -1:]
         newest = torch.tensor(taken, device=self._device) - 1
         return states[torch.arange(len(taken), device=self._device), newest].unsqueeze(1)
 
