@@ -30,17 +30,18 @@ $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 demo: install ## the main job on a real model: speed-up, acceptance length, identity with plain greedy
 	OMP_WAIT_POLICY=passive $(BIN)/hf-specgen bench --demo
 
-# The prompts of the measurement are the ones behind those that were trained on.
+# The prompts of the measurement are the ones behind those that were trained on. A quick look: make demo-train TASKS=60
+TASKS ?= 2560
 TRAINED := runs/demo-train
 demo-train: install ## train a drafter for SmolLM2-135M on two cores and measure it on other prompts (about an hour)
 	mkdir -p $(TRAINED)
-	OMP_WAIT_POLICY=passive $(BIN)/hf-specgen regenerate --task-prompts 2560 --max-new-tokens 160 --batch-size 64 --prepack \
+	OMP_WAIT_POLICY=passive $(BIN)/hf-specgen regenerate --task-prompts $(TASKS) --max-new-tokens 160 --batch-size 64 --prepack \
 	    --out $(TRAINED)/answers.jsonl
 	test -f $(TRAINED)/features/cache.json || OMP_WAIT_POLICY=passive $(BIN)/hf-specgen features \
 	    --data $(TRAINED)/answers.jsonl --out $(TRAINED)/features --batch-size 16
 	OMP_WAIT_POLICY=passive $(BIN)/hf-specgen train eagle3 --config examples/demo_train.yaml
-	OMP_WAIT_POLICY=passive $(BIN)/hf-specgen bench --drafter prompt-lookup+learned:$(TRAINED)/drafter --task-prompts 20 \
-	    --task-skip 2560 --out $(TRAINED)/bench
+	OMP_WAIT_POLICY=passive $(BIN)/hf-specgen bench --drafter prompt-lookup+learned:$(TRAINED)/drafter \
+	    --task-prompts 20 --task-skip $(TASKS) --repeats 1 --max-new-tokens 96 --out $(TRAINED)/bench
 
 test: install ## the test suite (no network, no accelerator)
 	$(TEST_ENV) $(PYTEST) $(TESTS)

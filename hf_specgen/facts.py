@@ -63,19 +63,23 @@ def step_size(model: PreTrainedModel) -> int:
     """Return what a pass over one token costs, in weights read: matrices, and what is paid beside them.
 
     An embedding is looked up, so it counts only where it is the head too; of a layer's experts those that a token
-    takes count.
+    takes count, of encoders of pictures and sound nothing.
     """
     settings = model.config.get_text_config(decoder=True).to_dict()
     experts, chosen = (_first_number(settings, names) for names in (_EXPERTS, _CHOSEN))
     head = model.get_output_embeddings()
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    tables -= set() if head is None else {id(weight) for weight in head.parameters()}
+    unread = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    unread -= set() if head is None else {id(weight) for weight in head.parameters()}
+    own = (model.config.model_type, settings.get("model_type"))
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and part.config.model_type not in own:
+            unread.update(map(id, part.parameters()))
     found = PASS_OVERHEAD + LAYER_OVERHEAD * TargetFacts.of_config(model.config).num_layers
     for name, weight in model.named_parameters():
         shared = weight.dim() == 3 and len(weight) == experts
         if experts > chosen > 0 and (shared or ".experts." in name):
             found += weight.numel() * chosen // experts
-        elif id(weight) not in tables:
+        elif id(weight) not in unread:
             found += weight.numel()
     return found
 

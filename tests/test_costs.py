@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import Watch, build, ours, plain, prompts, texts_of, tiny
+from tiny import COMMON, Watch, build, ours, plain, prompts, texts_of, tiny
+from transformers import LlavaConfig, LlavaForConditionalGeneration
 
 from hf_specgen import Costs, PromptLookup, SmallModel
 from hf_specgen.costs import Rate
@@ -227,6 +228,15 @@ def test_an_embedding_counts_where_it_is_the_head() -> None:
     apart, tied = tiny(tie_word_embeddings=False), tiny(tie_word_embeddings=True)
     read = sum(weight.numel() for weight in tied.parameters())
     assert step_size(apart) == step_size(tied) == read + PASS_OVERHEAD + 2 * LAYER_OVERHEAD
+
+
+def test_an_encoder_of_pictures_does_not_count() -> None:
+    sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sees = {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14, **sizes}
+    config = LlavaConfig(text_config={"model_type": "llama", **COMMON}, vision_config=sees)
+    model = LlavaForConditionalGeneration(config)
+    assert weights_of(model, "vision_tower") > 10_000
+    assert step_size(model) == step_size(tiny()) + weights_of(model, "projector")
 
 
 @pytest.mark.parametrize(

@@ -198,6 +198,12 @@ def test_rows_follow_the_targets_head() -> None:
         other.lm_head.weight.mul_(2)
     drafter.attach(other)
     assert torch.equal(drafter.parts.rows.weight, other.lm_head.weight[[1, 5]])
+    head, version = other.lm_head.weight, other.lm_head.weight._version
+    head.grad = torch.ones_like(head)
+    torch.optim.AdamW([head], fused=True).step()
+    assert head._version == version, "it leaves no trace"
+    drafter.attach(other)
+    assert torch.equal(drafter.parts.rows.weight, head[[1, 5]])
     drafter.d2t.copy_(torch.tensor([2, 6]))
     drafter.attach(other)
     assert torch.equal(drafter.parts.rows.weight, other.lm_head.weight[[2, 7]])
@@ -213,6 +219,11 @@ def test_a_head_that_is_more_than_a_matrix_is_refused() -> None:
     model.set_output_embeddings(head)
     with pytest.raises(IncompatibleDrafter, match="Adapted"):
         full("eagle", model).shortened(torch.tensor([1, 5])).attach(model)
+    with torch.no_grad():
+        head.weight[0] = 0  # what an unused id often has
+    head.forward = lambda states: torch.nn.functional.linear(states, 3 * head.weight)
+    with pytest.raises(IncompatibleDrafter, match="Adapted"):
+        full("eagle", model).shortened(torch.tensor([0, 5])).attach(model)
     biased = torch.nn.Linear(32, 64)
     model.set_output_embeddings(biased)
     drafter = full("eagle", model).shortened(torch.tensor([1, 5]))

@@ -17,7 +17,16 @@ from tiny import build
 
 from hf_specgen.errors import SpecGenError
 from hf_specgen.trainers import data as data_module
-from hf_specgen.trainers.data import PADDING, DataOptions, DraftCollator, load_data, pack, prepare_dataset, row_seed
+from hf_specgen.trainers.data import (
+    PADDING,
+    DataOptions,
+    DraftCollator,
+    chat_of,
+    load_data,
+    pack,
+    prepare_dataset,
+    row_seed,
+)
 from hf_specgen.trainers.masks import ChatOptions
 
 TOKENIZER = characters(CHATML)
@@ -115,6 +124,28 @@ def test_other_code_does_not_get_what_datasets_kept(tmp_path: Path, monkeypatch:
     assert all(prepare_dataset(load_data(tmp_path / "rows.jsonl"))[0]["loss_mask"])
 
 
+def test_other_code_takes_packed_rows_apart_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"input_ids": [1, 2, 3], "lengths": [3]}) + "\n")
+    assert len(prepare_dataset(load_data(tmp_path / "rows.jsonl"))) == 1
+    monkeypatch.setattr(data_module, "_lengths", lambda row: [1, 2])
+    assert len(prepare_dataset(load_data(tmp_path / "rows.jsonl"))) == 1, "this is what is feared"
+    monkeypatch.setattr(data_module, "_code", lambda: "another version's")
+    assert prepare_dataset(load_data(tmp_path / "rows.jsonl"))["input_ids"][:] == [[1], [2, 3]]
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+def test_rows_that_come_as_tensors(kind: str) -> None:
+    """A data set may have been set to hand out tensors, also when it was saved."""
+    data = Dataset.from_list([{"input_ids": [1, 2, 3], "labels": [-100, 2, 3], "lengths": [2, 1]}]).with_format(kind)
+    for made in (lambda rows: rows, Dataset.to_iterable_dataset):
+        found = list(prepare_dataset(made(data.remove_columns("lengths"))))
+        assert found == [{"input_ids": [1, 2, 3], "loss_mask": [False, True, True]}]
+        assert [row["input_ids"] for row in prepare_dataset(made(data))] == [[1, 2], [3]]
+    for name in ("lengths", "seq_lengths"):
+        batch = DraftCollator()([{"input_ids": data[0]["input_ids"], name: data[0]["lengths"]}])
+        assert batch["document_ids"].tolist() == [[0, 0, 1]]
+
+
 def test_packed_rows_that_were_kept_stay_apart(tmp_path: Path) -> None:
     data = Dataset.from_list([{"input_ids": [i, i + 1, i + 2], "loss_mask": [False, True, True]} for i in (1, 4, 7)])
     prepare_dataset(data, options=DataOptions(packing=True, max_length=9)).save_to_disk(tmp_path)
@@ -144,6 +175,23 @@ def test_tools_and_calls_are_shown_as_they_were_written(tmp_path: Path) -> None:
     (row,) = prepare_dataset(parts, tokenizer)
     assert tokenizer.decode(row["input_ids"]) == wanted[1]
     assert sum(row["loss_mask"]) == len("hello") + 1
+
+
+def test_what_is_none_on_purpose_stays() -> None:
+    """Answers that only call have no content, and templates ask for that; tools written as JSON are as they are."""
+    tokenizer = characters("{{ tools | tojson }}{% for m in messages %}{{ m.content is none }} {% endfor %}")
+    tools = [{"name": "f", "default": None}]
+    chat = [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
+    row = Dataset.from_list([{"messages": chat, "tools": json.dumps(tools)}])[0]
+    messages, found = chat_of(row)
+    assert found == tools and messages[1] == chat[1]
+    whole = tokenizer.apply_chat_template(messages, tools=found, tokenize=False)
+    assert whole == tokenizer.apply_chat_template(chat, tools=tools, tokenize=False)
+
+
+def test_a_chat_that_is_one_string_is_refused() -> None:
+    with pytest.raises(SpecGenError, match="messages, conversations or prompt"):
+        chat_of({"messages": json.dumps(CHAT), "prompt": "p"})
 
 
 def test_plain_text_is_supervised_throughout() -> None:
@@ -189,8 +237,9 @@ def test_every_kind_of_file_opens(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data))
     data.to_parquet(tmp_path / "rows.parquet")
     data.save_to_disk(tmp_path / "saved")
+    data.save_to_disk(tmp_path / "named.json")  # a folder
     DatasetDict({"train": data, "test": data.select([0])}).save_to_disk(tmp_path / "splits")
-    for name in ("rows.jsonl", "rows.parquet", "saved", "splits"):
+    for name in ("rows.jsonl", "rows.parquet", "saved", "named.json", "splits"):
         assert prepare_dataset(load_data(tmp_path / name))["loss_mask"][:] == data["loss_mask"][:], name
         stream = prepare_dataset(load_data(tmp_path / name, streaming=True))
         assert isinstance(stream, IterableDataset)

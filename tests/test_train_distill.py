@@ -215,6 +215,8 @@ def test_own_answers_depend_on_row_and_step_alone() -> None:
     assert rewritten(model, batch, 0.0, 1.0, step=3) is batch
     with pytest.raises(SpecGenError, match="packing=False"):
         rewritten(model, {**batch, "document_ids": batch["input_ids"]}, 1.0, 1.0, 0)
+    with pytest.raises(SpecGenError, match="without the cache, or set on_policy=0"):
+        rewritten(model, {**batch, "features": (), "last_hidden": torch.zeros(6, 9, 32)}, 1.0, 1.0, 0)
 
 
 def test_own_answers_follow_the_small_models_law() -> None:

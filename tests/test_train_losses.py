@@ -89,7 +89,10 @@ def naive(case: Case, objective: Objective) -> Naive:
     if objective.softcap is not None:
         teacher = objective.softcap * (teacher / objective.softcap).tanh()
     all_p = (teacher / objective.temperature).softmax(-1)
-    q = ((case.states.double() @ case.weight.double().T) / objective.temperature).softmax(-1)
+    scores = case.states.double() @ case.weight.double().T
+    if objective.softcap is not None and objective.borrows:
+        scores = objective.softcap * (scores / objective.softcap).tanh()
+    q = (scores / objective.temperature).softmax(-1)
     part = all_p[:, rows]
     p = part / part.sum(-1, keepdim=True)
     m = objective.beta * p + (1 - objective.beta) * q
@@ -133,7 +136,10 @@ def test_values_and_gradients_are_autograds(kind: str, reduced: bool, shared: bo
         assert difference(make(reduced, shared), Objective(kind, chunk)) < 1e-13
         assert difference(make(reduced, shared, frozen=True), Objective(kind, chunk)) < 1e-13
     odd = Objective(kind, 4, beta=0.3, temperature=0.7, softcap=2.0, gate=False)
-    assert difference(make(reduced, shared), odd) < 1e-13
+    capped = replace(odd, borrows=True)
+    for case in (make(reduced, shared), make(reduced, shared, frozen=True)):
+        assert difference(case, odd) < 1e-13 and difference(case, capped) < 1e-13
+    assert abs(float((case.run(odd).loss_sum - case.run(capped).loss_sum).detach())) > 1e-3
 
 
 def _broken(kind: str) -> Callable[[Laws], tuple[Tensor, Slope]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,16 @@ import torch
 from fitted import untrained
 from method_runs import as_slowly, decoded, medusa_trainer, written
 from safetensors import safe_open
-from tiny import tiny
+from tiny import build, tiny
 from torch import Tensor
-from train_runs import Pad, texts
+from train_runs import Pad, arguments, texts
 
 from hf_specgen import SpecGenError
 from hf_specgen.drafters.medusa import MedusaDrafter
 from hf_specgen.loading import load_drafter
 from hf_specgen.taps import FINAL, Taps
 from hf_specgen.trainers.losses import Objective
+from hf_specgen.trainers.medusa import MedusaArguments, MedusaTrainer
 
 HEADS, DECAY, LENGTH = 3, 0.5, 10
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -239,3 +240,23 @@ def test_heads_learn_a_text_by_heart(tmp_path: Path) -> None:
         found.append(trainer.evaluate()["eval_acceptance_length"])
         assert found[-1] == pytest.approx(decoded(trainer.target.model, trainer.drafter, rows), abs=1e-9)
     assert found[0] < 1.5 < found[1] < 0.9 * (HEADS + 1) < found[2]
+
+
+@pytest.mark.parametrize("heads", [{}, {"own_head": False}])
+def test_a_target_that_caps_its_logits(heads: dict[str, Any], tmp_path: Path) -> None:
+    """What is trained is the law that drafts are drawn from: capped where the target's head is borrowed, else not."""
+    model = build("gemma2", "eager", final_logit_softcapping=0.5).double()
+    drafter = MedusaDrafter.for_target(model, HEADS, **heads).double()
+    trainer = MedusaTrainer(drafter, model, arguments(MedusaArguments, tmp_path), train_dataset=texts())
+    torch.manual_seed(3)
+    states, seen = torch.randn(2, 5, drafter.config.hidden_size, dtype=torch.float64) * 3
+    states.requires_grad_()
+    head = trainer.target.head
+    weight = drafter._head_weight(0, head)
+    objective = replace(trainer.objective, kind="kl")
+    found = objective(drafter._head_states(0, states), weight, seen, head, torch.ones(5, dtype=torch.float64))
+    q, p = drafter.head(0, states).log_softmax(-1), (0.5 * ((seen @ head.T) / 0.5).tanh()).softmax(-1)
+    wanted = (p * (p.log() - q)).sum()
+    torch.testing.assert_close(found.loss_sum, wanted, rtol=1e-12, atol=1e-12)
+    ours, theirs = (torch.autograd.grad(loss, states)[0] for loss in (found.loss_sum, wanted))
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)

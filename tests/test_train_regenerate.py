@@ -27,6 +27,7 @@ from hf_specgen.errors import SpecGenError
 from hf_specgen.facts import TargetFacts
 from hf_specgen.trainers import regenerate as work
 from hf_specgen.trainers.data import load_data, prepare_dataset
+from hf_specgen.trainers.disk import alone
 
 
 def run(*arguments: object) -> Any:
@@ -120,6 +121,12 @@ def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
 
     rows, report, _ = answer(tmp_path, work.Sampling(4), progress=both)
     assert len(rows) == report.written == len(LENGTHS)
+
+
+def test_a_place_that_cannot_be_written_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SpecGenError, match=r"cannot be written: .*Give another name"), alone(tmp_path / "file" / "a"):
+        pass
 
 
 def test_a_full_disk_keeps_what_was_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,6 +254,11 @@ def test_prompts_are_taken_from_chats() -> None:
     assert work.chat_prompts([whole]) == [(turns, [{"name": "f"}])]
     with pytest.raises(SpecGenError, match="messages, conversations or prompt"):
         work.chat_prompts([{"text": "t"}])
+    for row in ({"conversations": [{"from": "human"}]}, {"messages": [{"role": "user", "content": "a"}, None]}):
+        with pytest.raises(SpecGenError, match="a row cannot be read"):
+            work.chat_prompts([row])
+    with pytest.raises(SpecGenError, match="tools are no JSON"):
+        work.chat_prompts([{"messages": turns, "tools": "[{"}])
 
 
 def test_vllm_answers_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,6 +314,9 @@ def test_the_command_answers_and_goes_on(target: str, tmp_path: Path, monkeypatc
     assert meta["target"]["fingerprint"] and meta["sampling"]["max_new_tokens"] == 8 and meta["dtype"] == "float32"
     refused = run(*command[:-4], "--max-new-tokens", "9")
     assert refused.exit_code == 2 and "made otherwise" in refused.stderr
+    with alone(out):
+        kept = run(*command[:-4], "--max-new-tokens", "9", "--restart")
+    assert kept.exit_code == 2 and "another process" in kept.stderr and len(read(out)) == 4
     anew = run(*command[:-4], "--max-new-tokens", "9", "--restart")
     assert anew.exit_code == 0 and "Wrote 4 answers" in anew.stdout
 

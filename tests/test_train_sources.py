@@ -25,8 +25,9 @@ from hf_specgen.facts import TargetFacts
 from hf_specgen.trainers import train as program
 from hf_specgen.trainers.base import Filled, public_name
 from hf_specgen.trainers.data import load_data
+from hf_specgen.trainers.report import _told_arguments
 from hf_specgen.trainers.settings import newest_checkpoint, parse, resumed
-from hf_specgen.trainers.sources import authored
+from hf_specgen.trainers.sources import authored, open_target
 from hf_specgen.trainers.train import main
 from hf_specgen.trainers.worth import is_sharded
 
@@ -182,6 +183,12 @@ def test_nothing_to_resume_from(place: Path, tmp_path: Path, capsys: pytest.Capt
         main(line(place, tmp_path / "new", *few, "--resume_from_checkpoint", tmp_path / "nowhere"))
     with pytest.raises(SpecGenError, match="holds a model already"):
         main(line(place, tmp_path / "out", *few, "--resume_from_checkpoint", "false"))
+    torn = tmp_path / "out" / "checkpoint-2" / "trainer_state.json"  # the disk was full
+    torn.parent.mkdir()
+    torn.write_text('{"best_')
+    assert newest_checkpoint(tmp_path / "out").name == "checkpoint-1"
+    with pytest.raises(SpecGenError, match="the folder of a finished checkpoint is required"):
+        main(line(place, tmp_path / "new", *few, "--resume_from_checkpoint", torn.parent))
     shutil.rmtree(tmp_path / "out" / "checkpoint-1")
     with pytest.raises(SpecGenError, match="a model and no checkpoint to go on from"):
         main(line(place, tmp_path / "out", *few, "--resume_from_checkpoint", "true"))
@@ -252,6 +259,36 @@ def test_reasons_end_in_one_dot(tmp_path: Path) -> None:
         assert ".." not in str(caught.value).replace("...", ""), caught.value
     with pytest.raises(SpecGenError, match="there is no such file") as caught:
         load_data(tmp_path / "none.jsonl")
+
+
+def test_zeros_are_told() -> None:
+    """A training without warm-up, noise, or with seed 0 is another than one with the defaults."""
+    zeros = ("seed", "warmup_steps", "noise", "max_grad_norm")
+    given = [part for name in zeros for part in (f"--{name}", "0")]
+    job = parse("eagle", ["--target", "t", "--data", "d", "--output", "o", "--use_cpu", *given])
+    shown = _told_arguments(job.args.to_dict())
+    assert [shown[name] for name in zeros] == [0] * 4 and shown["share"] == 0.1 and "bf16" not in shown
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--num_train_epochs", "0"),
+        ("--max_steps", "2", "--dataloader_drop_last", "1", "--per_device_train_batch_size", "64"),
+    ],
+)
+def test_nothing_to_train_on(more: tuple[str, ...], place: Path, tmp_path: Path) -> None:  # noqa: F811
+    with pytest.raises(SpecGenError, match=r"no step was made.*smaller batches"):
+        main(line(place, tmp_path / "out", *more))
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_the_demo_is_named_where_it_cannot_be_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate launch knows no target by that name: what to give instead is said."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(SpecGenError, match=r"its folder is required.*HuggingFaceTB/SmolLM2-135M-Instruct"):
+        open_target("demo", torch.float32)
 
 
 def test_names_that_may_be_told(tmp_path: Path) -> None:

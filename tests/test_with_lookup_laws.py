@@ -138,6 +138,21 @@ def test_a_wrong_law_of_copies_is_noticed(shape: str, rule: str, four) -> None:
     assert p_value(draws, law, 4) < ENOUGH
 
 
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_ids_that_no_law_can_name_are_not_offered(rule: str, eight) -> None:
+    """A corpus of another tokenizer: its ids are copied as far as the target has them."""
+    corpus = [
+        [first, second, third, bad, 3] for first in range(8) for second in range(8) for third, bad in ((2, 8), (4, -1))
+    ]
+    for count in (1, 40):
+        inner = inner_of("eagle", eight, "chain")
+        watch = Kept(WithLookup(inner, PromptLookup(corpus=corpus, max_ngram=2, min_ngram=2, costs=CHEAP)))
+        draws = draw(eight, watch, count, rule, tokens=20)
+        assert 0 <= int(draws.min()) and int(draws.max()) < 8
+        tokens = [round.draft.tokens for round in watch.rounds if round.draft.width]
+        assert any(bool((part > 7).any() or (part < 0).any()) for part in tokens) and watch.row_rounds(True)
+
+
 @pytest.mark.parametrize("sample", [True, False])
 @pytest.mark.parametrize("kind", ["eagle", "small"])
 def test_a_row_writes_what_it_writes_alone(kind: str, sample: bool, eight) -> None:

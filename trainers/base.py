@@ -108,7 +108,8 @@ class DrafterTrainer(Trainer):
         for name, parameter in model.named_parameters():
             if name.startswith(self.frozen_names):
                 parameter.requires_grad_(False)
-        self.objective = Objective(args.loss, chunk=args.chunk_size, softcap=self.target.softcap)
+        borrows = isinstance(model, LearnedDrafter) and not model.config.own_head
+        self.objective = Objective(args.loss, chunk=args.chunk_size, softcap=self.target.softcap, borrows=borrows)
         self.tallies = {"train": Tally(), "eval": Tally()}
         self.add_callback(StopOnNaN())
 

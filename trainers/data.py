@@ -89,7 +89,7 @@ class DraftCollator:
             "attention_mask": _stacked([torch.ones_like(text) for text in texts], width, 0),
             "loss_mask": _stacked(masks, width, False),
         }
-        if any("lengths" in row for row in rows):
+        if any(row.get(name) is not None for row in rows for name in _PACKED):
             documents = [_documents(_lengths(row)) for row in rows]
             batch["document_ids"] = _stacked(documents, width, PADDING)
         if self.cache is not None:
@@ -110,7 +110,7 @@ def _stacked(rows: Sequence[Tensor], width: int, fill: int | bool) -> Tensor:
 
 def _lengths(row: Mapping[str, Any]) -> list[int]:
     size = len(row["input_ids"])
-    lengths = next((list(row[name]) for name in _PACKED if row.get(name)), [size])
+    lengths = next((list(row[name]) for name in _PACKED if row.get(name) is not None), [size])
     if sum(lengths) != size:
         raise SpecGenError(f"a row of {size} tokens has texts of {sum(lengths)} (lengths): they must add up to it.")
     return lengths
@@ -156,7 +156,7 @@ def load_data(source: str | Path, split: str = "train", streaming: bool = False,
             if kind is None:
                 raise SpecGenError(f"{path} ends with {path.suffix!r}: one of {', '.join(_FILES)} is required.")
             return load_dataset(kind, data_files=str(path), split="train", streaming=streaming)
-        if path.suffix in _FILES:
+        if path.suffix in _FILES and not path.exists():
             raise SpecGenError(f"the data {str(source)!r} cannot be opened: there is no such file.")
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
             found = load_from_disk(str(path))
@@ -186,8 +186,9 @@ def prepare_dataset(dataset: Data, tokenizer: Any = None, options: DataOptions |
     columns = _columns(dataset)
     if "features_row" in columns:  # rows of a feature cache are as they were when it was written
         return dataset
+    dataset = dataset.with_format(None)  # it may have been set to hand out tensors
     if "input_ids" in columns and any(name in columns for name in _PACKED):  # they are packed anew, if at all
-        dataset = dataset.map(_unpacked, batched=True, remove_columns=columns)
+        dataset = dataset.map(_Unpack(_code()), batched=True, remove_columns=columns)
         columns = ["input_ids", "loss_mask"]
     read, chats = _reader(columns, tokenizer, options)
     streams = isinstance(dataset, IterableDataset)
@@ -295,17 +296,22 @@ def _read_ids(row: Row) -> tuple[list[int], list[bool]]:
     return ids, [bool(bit) for bit in mask]
 
 
-def _unpacked(batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """Take rows of several texts apart."""
-    found: dict[str, list[Any]] = {"input_ids": [], "loss_mask": []}
-    for values in zip(*batch.values(), strict=True):
-        row = dict(zip(batch, values, strict=True))
-        ids, mask = _read_ids(row)
-        lengths = _lengths(row)
-        for end, length in zip(accumulate(lengths), lengths, strict=True):
-            found["input_ids"].append(ids[end - length : end])
-            found["loss_mask"].append(mask[end - length : end])
-    return found
+@dataclass(frozen=True)
+class _Unpack:
+    """Take rows of several texts apart; ``code`` as in ``_Fit``."""
+
+    code: str
+
+    def __call__(self, batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+        found: dict[str, list[Any]] = {"input_ids": [], "loss_mask": []}
+        for values in zip(*batch.values(), strict=True):
+            row = dict(zip(batch, values, strict=True))
+            ids, mask = _read_ids(row)
+            lengths = _lengths(row)
+            for end, length in zip(accumulate(lengths), lengths, strict=True):
+                found["input_ids"].append(ids[end - length : end])
+                found["loss_mask"].append(mask[end - length : end])
+        return found
 
 
 @dataclass(frozen=True)
@@ -322,9 +328,10 @@ def chat_of(row: Mapping[str, Any]) -> tuple[list[Row], list[Any] | None]:
 
     Raises: ``SpecGenError`` for a row without messages, conversations, or prompt.
     """
-    turns: Any = row.get("messages") or row.get("conversations") or row.get("prompt")
-    if isinstance(turns, str):
-        return [{"role": "user", "content": turns}], None
+    turns: Any = row.get("messages") or row.get("conversations")
+    if not turns and isinstance(row.get("prompt"), str):
+        return [{"role": "user", "content": row["prompt"]}], None
+    turns = turns or row.get("prompt")
     if not _are_messages(turns):
         raise SpecGenError(f"a row has the columns {', '.join(row)}: messages, conversations or prompt is required.")
     return [_message(turn) for turn in turns], tools_of(row)
@@ -332,7 +339,8 @@ def chat_of(row: Mapping[str, Any]) -> tuple[list[Row], list[Any] | None]:
 
 def _message(turn: Mapping[str, Any]) -> Row:
     if "from" not in turn:
-        return dict(known(turn))
+        none = {"content": None} if turn.get("content", "") is None else {}  # beside calls: templates ask whether it is
+        return {**known(turn), **none}
     return {"role": _ROLES.get(turn["from"], turn["from"]), "content": turn["value"]}
 
 

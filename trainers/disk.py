@@ -16,14 +16,16 @@ from hf_specgen.errors import SpecGenError, reason_of
 def alone(path: Path) -> Iterator[None]:
     """Keep other processes from writing ``path`` meanwhile; the system ends that when a process dies.
 
-    Raises: ``SpecGenError`` when another process writes it.
+    Raises: ``SpecGenError`` when another process writes it, and where it cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path.with_name(f".{path.name}.lock"))
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout as error:
         raise SpecGenError(f"{path} is being written by another process: wait for it, or give another name.") from error
+    except OSError as error:
+        raise SpecGenError(f"{path} cannot be written: {reason_of(error)}. Give another name.") from error
     try:
         yield
     finally:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_specgen.errors import SpecGenError
+from hf_specgen.trainers.space import Space
 
 _CPU_ELEMENTS = 1 << 24  # of a chunk's logits
 _BLOCK = 64  # ids among which the best one is looked for at once
@@ -44,7 +45,8 @@ class Objective:
     the label; ``jsd`` beta KL(p, m) + (1 - beta) KL(q, m) with m = beta p + (1 - beta) q. With a reduced vocabulary
     ``kl``, ``rkl`` and ``jsd`` see p normalised on it, ``tv`` and ``lk`` all of p.
     ``chunk``: rows whose logits exist at once, at most. ``temperature`` divides both heads' logits; ``softcap`` is the
-    target's ``final_logit_softcapping``. ``gate``: rows whose best token the drafter cannot write add no loss.
+    target's ``final_logit_softcapping``, the drafter's too where it ``borrows`` the target's head, as when it drafts.
+    ``gate``: rows whose best token the drafter cannot write add no loss.
 
     Source: KL, reverse KL, JSD and TV for drafters: Zhou et al. 2024 (DistillSpec), section 4; the gate: Li et al. 2025
     (EAGLE-3), as its published training code masks rows.
@@ -56,6 +58,7 @@ class Objective:
     temperature: float = 1.0
     softcap: float | None = None
     gate: bool = True
+    borrows: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in FORMULAS:
@@ -294,28 +297,13 @@ def _parts(job: _Job, count: int, chunk: int) -> Iterator[_Part]:
         yield _Part(order[start:end], slice(first, last + 1), index[start:end] - first)
 
 
-class _Space:
-    """Lend tensors that every chunk uses again: on a CPU, fresh pages cost more than what is computed in them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._lent: dict[str, Tensor] = {}
-
-    def lend(self, name: str, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        """Return ``(rows, width)`` of junk: the same memory for the same name."""
-        known = self._lent.get(name)
-        if known is None or known.numel() < rows * width or known.dtype != dtype:
-            known = self._lent[name] = torch.empty(rows * width, dtype=dtype, device=self._device)
-        return known[: rows * width].view(rows, width)
-
-
 class _Sums:
     """Add up chunks: the loss, what is known about each row, and the gradients that are asked for."""
 
     def __init__(self, states: Tensor, weight: Tensor, head: Tensor, job: _Job, needed: tuple[bool, ...]) -> None:
         self._job, self._states, self._weight, self._inverse = job, states, head, job.inverse()
         self._kind = torch.promote_types(self._weight.dtype, torch.float32)
-        self._space = _Space(states.device)
+        self._space = Space(states.device)
         count = len(states)
         self.loss = states.new_zeros((), dtype=self._kind)
         self.alpha, self.ratio = (states.new_zeros(count, dtype=torch.float32) for _ in range(2))
@@ -328,7 +316,8 @@ class _Sums:
         """Read one chunk of rows."""
         job, objective = self._job, self._job.objective
         states = self._states[part.rows].to(self._weight.dtype)
-        log_q, q = self._law("q", states, self._weight)
+        capped = objective.softcap if objective.borrows else None
+        log_q, q = self._law("q", states, self._weight, None, capped)
         best = best_of(log_q)
         weights = job.weights[part.rows].to(self._kind)
         labels, reachable = self._labels(part)
@@ -344,6 +333,8 @@ class _Sums:
         self.loss += torch.where(weights != 0, value * weights, 0).sum()
         if self.by_states is not None or self.by_weight is not None:
             made = slope().mul_(weights[:, None] / objective.temperature)
+            if capped:  # the derivative of capped logits by those before
+                made.mul_(self._space.lend("q bend", len(made), made.shape[1], self._kind))
             self._store(part, made, states)
 
     def _store(self, part: _Part, slope: Tensor, states: Tensor) -> None:
@@ -364,8 +355,11 @@ class _Sums:
         logits = torch.mm(states, weight.T, out=self._space.lend(f"{name} logits", rows, width, states.dtype))
         if bias is not None:
             logits.add_(bias)
-        if softcap is not None:
-            logits.div_(softcap).tanh_().mul_(softcap)
+        if softcap:
+            logits.div_(softcap).tanh_()
+            if name == "q" and self._job.slopes:
+                self._space.lend("q bend", rows, width, self._kind).copy_(logits).square_().neg_().add_(1)
+            logits.mul_(softcap)
         spare = logits
         if logits.dtype != self._kind:
             spare = self._space.lend(f"{name} exact", rows, width, self._kind).copy_(logits)

@@ -14,7 +14,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from hf_specgen.errors import SpecGenError
+from hf_specgen.errors import SpecGenError, reason_of
 
 Message = Mapping[str, Any]
 _Run = tuple[int, int, int]  # where an answer starts and stops, and where its message ends
@@ -246,9 +246,13 @@ def _runs(mask: Sequence[bool]) -> Iterator[tuple[int, int]]:
 
 def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
     """Return the tools that a row's chat may call: a list, or the same as JSON."""
-    tools = row.get("tools")
-    found: Any = json.loads(tools) if isinstance(tools, str) and tools else tools
-    return known(found) if found else None
+    tools: Any = row.get("tools") or None
+    if isinstance(tools, str):
+        try:
+            return json.loads(tools) or None  # no table filled anything in
+        except ValueError as error:
+            raise SpecGenError(f"a row's tools are no JSON ({reason_of(error)}): {tools[:60]!r}.") from error
+    return known(tools)
 
 
 def known(value: Any) -> Any:

@@ -228,6 +228,13 @@ def read_meta(out: Path) -> dict[str, Any] | None:
         raise SpecGenError(f"{place} is no JSON: {reason_of(error)}. Start anew (--restart), or mend it.") from error
 
 
+def forget(out: Path) -> None:
+    """Remove a file of answers, and what is known of it. Raises: ``SpecGenError`` when another process writes it."""
+    with alone(out), writing(out):
+        for path in (out, meta_path(out)):
+            path.unlink(missing_ok=True)
+
+
 def check_author(data: str | Path, facts: TargetFacts) -> str | None:
     """Return what is wrong with training on a file of answers for this target, None when nothing is or can be said."""
     meta = read_meta(Path(data))
@@ -308,7 +315,8 @@ def write_parquet(rows: Path, out: Path) -> None:
 
     found = load_dataset("json", data_files=str(rows), split="train")
     places = found["index"][:]
-    found.select(sorted(range(len(places)), key=places.__getitem__)).to_parquet(str(out))
+    with writing(out):
+        found.select(sorted(range(len(places)), key=places.__getitem__)).to_parquet(str(out))
 
 
 def chat_prompts(dataset: Any, limit: int | None = None) -> list[tuple[list[dict[str, Any]], list[Any] | None]]:
@@ -322,7 +330,10 @@ def chat_prompts(dataset: Any, limit: int | None = None) -> list[tuple[list[dict
     for row in dataset:
         if limit is not None and len(found) >= limit:
             break
-        messages, tools = chat_of(row)
+        try:
+            messages, tools = chat_of(row)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise SpecGenError(f"a row cannot be read ({error}): {str(row)[:80]}. Leave it out.") from error
         while messages and messages[-1].get("role") != "user":
             messages = messages[:-1]
         if messages:

@@ -34,6 +34,8 @@ _TOLD = (
     "steps",
     "decay",
     "beta",
+    "share",
+    "noise",
     "on_policy",
     "weight_decay",
     "max_grad_norm",
@@ -74,7 +76,7 @@ def best_step(trainer: DrafterTrainer) -> int | None:
 
 def _told_arguments(known: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that shaped the training; what is off, or overruled by ``max_steps``, is left out."""
-    kept = {name: known[name] for name in _TOLD if known.get(name) not in (None, False)}
+    kept = {name: known[name] for name in _TOLD if known.get(name) is not None and known[name] is not False}  # 0 counts
     return {name: value for name, value in kept.items() if name != "num_train_epochs" or known["max_steps"] < 1}
 
 

@@ -224,8 +224,14 @@ def check_folder(args: TrainingArguments) -> None:
 def newest_checkpoint(folder: Path) -> Path | None:
     """Return the last checkpoint that was finished: what tells the step is written last."""
     names = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
-    whole = [path for path in names if (path / TRAINER_STATE_NAME).is_file()]
-    return max(whole, key=lambda path: int(path.name.removeprefix("checkpoint-")), default=None)
+    return max(filter(_is_finished, names), key=lambda path: int(path.name.removeprefix("checkpoint-")), default=None)
+
+
+def _is_finished(checkpoint: Path) -> bool:
+    try:
+        return bool(json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8")))
+    except (OSError, ValueError):  # ValueError: the disk was full, or the process killed, meanwhile
+        return False
 
 
 def resumed(args: TrainingArguments) -> str | None:
@@ -239,7 +245,7 @@ def resumed(args: TrainingArguments) -> str | None:
     if asked.lower() in ("true", "yes"):
         newest = newest_checkpoint(Path(args.output_dir))
         return None if newest is None else str(newest)
-    if not (Path(asked) / TRAINER_STATE_NAME).is_file():
+    if not _is_finished(Path(asked)):
         raise SpecGenError(
             f"--resume_from_checkpoint {asked}: the folder of a finished checkpoint is required, or true."
         )

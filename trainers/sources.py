@@ -20,12 +20,20 @@ from hf_specgen.trainers.masks import ChatOptions
 from hf_specgen.trainers.regenerate import check_author, read_meta
 from hf_specgen.trainers.settings import Job, TrainOptions
 
+_DEMO = "demo"  # as bench/demo.py calls it
+
 
 def open_target(name: str, dtype: Any) -> tuple[PreTrainedModel, Any]:
     """Open a target and its tokenizer; token ids need none."""
     try:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
     except (OSError, ValueError, KeyError) as error:
+        if name == _DEMO and not Path(name).exists():
+            raise SpecGenError(
+                "the name demo is known to the hf-specgen command alone, which fetches that model: under accelerate "
+                "launch its folder is required (the command says `Saved in FOLDER`; it lies under HF_SPECGEN_CACHE or "
+                "HF_HOME/hf_specgen), or its id on the Hub, HuggingFaceTB/SmolLM2-135M-Instruct."
+            ) from error
         raise SpecGenError(f"the model {name!r} cannot be opened: {reason_of(error)}.") from error
     return model, open_tokenizer(name)
 

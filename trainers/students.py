@@ -120,8 +120,13 @@ def rewritten(model: PreTrainedModel, batch: Batch, share: float, temperature: f
     """Return a batch in which the model has written the last answer of a ``share`` of the rows anew.
 
     An answer is at most as long as the one it replaces. Which rows, and what is drawn, depend on ``step`` and on the
-    row alone. Raises: ``SpecGenError`` for packed rows.
+    row alone. Raises: ``SpecGenError`` for packed rows, and for rows with stored hidden states.
     """
+    if "features" in batch or "last_hidden" in batch:
+        raise SpecGenError(
+            "on_policy writes answers anew, and the feature cache holds the hidden states of the old ones: train "
+            "without the cache, or set on_policy=0."
+        )
     if "document_ids" in batch:
         raise SpecGenError("on_policy needs rows of one text each: set packing=False, or on_policy=0.")
     lengths = batch["attention_mask"].sum(1).tolist()

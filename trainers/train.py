@@ -137,13 +137,22 @@ def opening(
 
 
 def timed(trainer: DrafterTrainer, checkpoint: str | None, say: Say) -> float:
-    """Train. Returns: the seconds; an interruption tells where to go on first."""
+    """Train. Returns: the seconds; an interruption tells where to go on first.
+
+    Raises: ``SpecGenError`` when there was nothing to train on.
+    """
     begun = time.perf_counter()
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
     except KeyboardInterrupt:
         say(stopped(trainer.args, trainer.state.global_step))
         raise
+    if trainer.state.global_step == 0:
+        raise SpecGenError(
+            f"no step was made: num_train_epochs={trainer.args.num_train_epochs:g}, and batches of "
+            f"{trainer.args.per_device_train_batch_size} texts per process (dataloader_drop_last leaves a smaller rest "
+            "out). Give more texts, smaller batches, or more epochs."
+        )
     return time.perf_counter() - begun
 
 

@@ -72,8 +72,7 @@ def regenerate(  # noqa: PLR0913 - one parameter a flag
     questions = _questions(chosen, session, not no_chat, max_new_tokens, skips=data is not None)
     rows = out.with_suffix(".jsonl")
     if restart:
-        for path in (rows, work.meta_path(rows)):
-            path.unlink(missing_ok=True)
+        work.forget(rows)
     author = _author(session, sampling, prepack, vllm)
     source = _source(session, sampling, not no_chat, vllm)
     report = _write(questions, rows, author, source, batch_size, session.tokenizer)

@@ -113,7 +113,7 @@ class WithLookup(Drafter):
             return other
         copies = self.lookup.copies(counts, device, 1 if self._drawn else None)
         if not other.width or not any(asked):
-            return replace(copies, q=_certain(copies.tokens)) if self._drawn else copies
+            return replace(copies, q=_certain(copies.tokens, sequences.vocab_size)) if self._drawn else copies
         return _merged(copies, other, self._copied, sequences.vocab_size)
 
     def observe(self, round: Round) -> None:
@@ -273,13 +273,18 @@ def _merged(copies: Draft, other: Draft, copied: list[bool], vocab: int) -> Draf
         tree = Tree(chosen(copies.tree.parents, other.tree.parents, -1))
     n_valid = torch.where(marks, copies.n_valid, other.n_valid)
     rows = torch.tensor([row for row, copies in enumerate(copied) if copies], device=device)
-    law = None if other.q is None else _with_copies(other.q, tokens, rows, vocab)
+    law = None if other.q is None else _with_copies(other.q, _known(tokens, vocab), rows, vocab)
     return Draft(tokens, tree, n_valid, law, other.without_replacement)
 
 
-def _certain(tokens: Tensor) -> SparseQ:
+def _certain(tokens: Tensor, vocab: int) -> SparseQ:
     """Return the law of copied tokens: each could be no other."""
-    return SparseQ(tokens.unsqueeze(-1), torch.ones(*tokens.shape, 1, device=tokens.device))
+    return SparseQ(_known(tokens, vocab).unsqueeze(-1), torch.ones(*tokens.shape, 1, device=tokens.device))
+
+
+def _known(tokens: Tensor, vocab: int) -> Tensor:
+    """Return ids that a law can name: a corpus may hold others, whose nodes are never offered to the target."""
+    return tokens.clamp(0, vocab - 1)
 
 
 def _with_copies(law: SparseQ | DenseQ, tokens: Tensor, rows: Tensor, vocab: int) -> SparseQ | DenseQ:
