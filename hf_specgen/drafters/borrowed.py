@@ -42,9 +42,8 @@ class HeadRows:
             weight = whole(source.detach())[places]
             some = None if bias is None else whole(bias.detach())[places]
             with torch.no_grad():
-                probe = weight[weight.abs().amax(1).argmax()][
-                    None
-                ]  # rows of unused ids may be zeros, which tell nothing
+                telling = int(weight.abs().amax(1).argmax())  # rows of unused ids may be zeros
+                probe = weight[telling : telling + 1]
                 due = head(probe)[:, places]
                 gap = float((F.linear(probe, weight, some) - due).abs().max())
             if gap <= _CLOSE * float(due.abs().max()):
