@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -54,3 +56,18 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(socket.socket, "connect", local_only)
     yield
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a target and 30 texts that it wrote behind four random tokens each."""
+    from tiny import plain, tiny
+
+    folder = tmp_path_factory.mktemp("train")
+    model = tiny(layers=3)
+    model.save_pretrained(folder / "target")
+    prompts = torch.randint(1, 64, (30, 4), generator=torch.Generator().manual_seed(1))
+    texts = plain(model, prompts, max_new_tokens=12).tolist()
+    rows = [{"prompt": text[:4], "answer": text[4:]} for text in texts]
+    (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder

@@ -16,7 +16,7 @@ import torch
 from datasets import Dataset
 from safetensors.torch import load_file
 from tiny import ours, plain, tiny
-from train_runs import HERE, eagle3_trainer, record, together
+from train_runs import HERE, eagle3_trainer, line, record, together
 from typer.testing import CliRunner
 
 from hf_specgen import load_drafter
@@ -30,37 +30,7 @@ from hf_specgen.trainers.sources import prompts_of
 from hf_specgen.trainers.train import main
 from hf_specgen.trainers.worth import PLAIN, Worth, decode
 
-SHORT = [
-    "--use_cpu",
-    "--disable_tqdm",
-    "true",
-    "--logging_steps",
-    "1",
-    "--decode_tokens",
-    "16",
-    "--decode_prompts",
-    "2",
-]
 Job = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a target and 30 texts that it wrote behind four random tokens each."""
-    folder = tmp_path_factory.mktemp("train")
-    model = tiny(layers=3)
-    model.save_pretrained(folder / "target")
-    prompts = torch.randint(1, 64, (30, 4), generator=torch.Generator().manual_seed(1))
-    texts = plain(model, prompts, max_new_tokens=12).tolist()
-    rows = [{"prompt": text[:4], "answer": text[4:]} for text in texts]
-    (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
-
-
-def line(place: Path, out: Path, *more: Any, method: str = "eagle3") -> list[str]:
-    steps = ["--steps", "2"] if method == "eagle3" else []
-    given = ["--target", place / "target", "--data", place / "texts.jsonl", "--output", out, *SHORT, *steps, *more]
-    return [method, *map(str, given)]
 
 
 def test_train_writes_a_drafter_its_figures_and_its_card(place: Path, tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
-from test_train_cli import line, place  # noqa: F401 - a fixture
 from tiny import letters, tiny
+from train_runs import line
 from transformers import TrainerCallback
 from typer.testing import CliRunner
 
@@ -71,7 +71,7 @@ def test_answers_drawn_at_another_temperature(tmp_path: Path) -> None:
     assert told(file, model, "--eval_data", str(tmp_path / "plain.jsonl")).warnings == ()
 
 
-def test_the_warning_is_printed(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+def test_the_warning_is_printed(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = line(place, tmp_path / "out", "--max_steps", "1", *NO_DECODING)
     given[given.index("--data") + 1] = str(answers(tmp_path, tiny(seed=1)))
     found = main(given)
@@ -81,7 +81,7 @@ def test_the_warning_is_printed(place: Path, tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_small_model_with_other_tokens_is_refused(
-    place: Path,  # noqa: F811
+    place: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -91,7 +91,10 @@ def test_a_small_model_with_other_tokens_is_refused(
     monkeypatch.setattr("hf_specgen.trainers.sources.open_tokenizer", lambda name: theirs)
     monkeypatch.setattr(program, "read_rows", lambda *unused: 1 // 0)
     given = line(place, tmp_path / "out", "--init_from", place / "target", method="distill")
-    load = lambda name, dtype: (tiny(layers=3), mine)  # noqa: E731
+
+    def load(name: str, dtype: Any) -> tuple[Any, Any]:
+        return tiny(layers=3), mine
+
     with pytest.raises(IncompatibleDrafter, match=r"cannot draft for .*their tokens differ: .*Take a small model"):
         main(given, load)
     monkeypatch.setattr("hf_specgen.trainers.sources.open_tokenizer", lambda name: letters())
@@ -99,7 +102,7 @@ def test_a_small_model_with_other_tokens_is_refused(
         main(given, load)
 
 
-def test_a_cache_of_another_targets_answers(place: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_cache_of_another_targets_answers(place: Path, tmp_path: Path) -> None:
     """`features` warns as `train` does, and training from the cache knows who wrote the texts."""
     file, cache = answers(tmp_path, tiny(seed=1)), tmp_path / "cache"
     letters(64).save_pretrained(place / "target")
@@ -115,7 +118,7 @@ def test_a_cache_of_another_targets_answers(place: Path, tmp_path: Path) -> None
             path.unlink()
 
 
-def test_the_best_weights_are_the_ones_that_are_told(place: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_the_best_weights_are_the_ones_that_are_told(place: Path, tmp_path: Path) -> None:
     """With ``load_best_model_at_end`` the figures are of the weights that are saved; the curve stays the training's."""
     more = ["--max_steps", "4", "--eval_strategy", "steps", "--eval_steps", "2", "--save_strategy", "steps"]
     more += ["--save_steps", "2", "--load_best_model_at_end", "true", "--metric_for_best_model", "eval_loss"]
@@ -142,7 +145,7 @@ def hooks(model: torch.nn.Module) -> int:
 @pytest.mark.parametrize("method", ["eagle3", "distill"])
 def test_an_interruption_leaves_all_in_order(
     method: str,
-    place: Path,  # noqa: F811
+    place: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -174,7 +177,7 @@ def test_an_interruption_leaves_all_in_order(
     assert all(torch.equal(part, whole[name]) for name, part in again.items())
 
 
-def test_nothing_to_resume_from(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+def test_nothing_to_resume_from(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A first start with ``true`` says so; a folder that is no checkpoint is refused; ``false`` protects a model."""
     few = ("--max_steps", "1", *NO_DECODING)
     main(line(place, tmp_path / "out", *few, "--resume_from_checkpoint", "true"))
@@ -215,7 +218,7 @@ class Hub:
 
 
 def test_the_hub_gets_the_drafter_and_its_card(
-    place: Path,  # noqa: F811
+    place: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -235,7 +238,7 @@ def test_the_hub_gets_the_drafter_and_its_card(
     assert json.loads((tmp_path / "out" / "config.json").read_text())["specgen"]["target"]["name"] == "org/target"
 
 
-def test_a_stream_is_trained_on(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+def test_a_stream_is_trained_on(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Texts come as they are read; the draft vocabulary is counted on the first ones."""
     more = ["--streaming", "--max_steps", "3", "--draft_vocab_size", "40", "--eval_data", place / "texts.jsonl"]
     found = main(line(place, tmp_path / "out", *more, "--eval_rows", "4", *NO_DECODING))
@@ -277,7 +280,7 @@ def test_zeros_are_told() -> None:
         ("--max_steps", "2", "--dataloader_drop_last", "1", "--per_device_train_batch_size", "64"),
     ],
 )
-def test_nothing_to_train_on(more: tuple[str, ...], place: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_nothing_to_train_on(more: tuple[str, ...], place: Path, tmp_path: Path) -> None:
     with pytest.raises(SpecGenError, match=r"no step was made.*smaller batches"):
         main(line(place, tmp_path / "out", *more))
     assert not (tmp_path / "out" / "config.json").exists()

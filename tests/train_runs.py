@@ -286,5 +286,25 @@ def main(folder: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
+SHORT = [
+    "--use_cpu",
+    "--disable_tqdm",
+    "true",
+    "--logging_steps",
+    "1",
+    "--decode_tokens",
+    "16",
+    "--decode_prompts",
+    "2",
+]
+
+
+def line(place: Path, out: Path, *more: Any, method: str = "eagle3") -> list[str]:
+    """Return the arguments of a short training on what the fixture ``place`` holds."""
+    steps = ["--steps", "2"] if method == "eagle3" else []
+    given = ["--target", place / "target", "--data", place / "texts.jsonl", "--output", out, *SHORT, *steps, *more]
+    return [method, *map(str, given)]
+
+
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
