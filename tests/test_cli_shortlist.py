@@ -41,6 +41,18 @@ def test_convert_to_fewer_ids(eagle3: Path, tmp_path: Path) -> None:
     assert "drafts 4 of the target's 64 ids" in fine("inspect", tmp_path / "short")
     fine("convert", eagle3, tmp_path / "served", "--to", "sglang-eagle3", "--draft-vocab-size", "4", "--data", data)
     assert load_drafter(tmp_path / "served").target_ids.tolist() == known[20:24]
+    written = [
+        {"prompt": row["input_ids"][:9], "completion": row["input_ids"][9:], "text": "as regenerate does"}
+        for row in rows
+    ]
+    (tmp_path / "written.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
+    numbers = ["--draft-vocab-size", "4", "--data", tmp_path / "written.jsonl"]
+    fine("convert", eagle3, tmp_path / "numbers", *numbers)  # no tokenizer is at hand, and none is needed
+    assert load_drafter(tmp_path / "numbers").target_ids.tolist() == known[20:24]
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}))
+    assert "--target" in refused(
+        "convert", eagle3, tmp_path / "no", "--draft-vocab-size", "4", "--data", tmp_path / "texts.jsonl"
+    )
     told = call("convert", eagle3, tmp_path / "again", "--draft-vocab-size", "4", "--data", data).stderr
     assert "80.0 % of the supervised tokens" in " ".join(told.split())
     for arguments, reason in (

@@ -46,6 +46,15 @@ def open_tokenizer(name: str) -> Any:
         return None
 
 
+def needs_tokenizer(data: Any) -> bool:
+    """Tell by the first row whether a data set holds texts or messages, not token ids alone."""
+    row = next(iter(data), {})
+    pair = (row.get("prompt"), row.get("completion" if "completion" in row else "answer"))
+    return "input_ids" not in row and not all(
+        isinstance(part, list) and not any(isinstance(one, dict) for one in part[:1]) for part in pair
+    )
+
+
 def own_tokenizer(job: Job, tokenizer: Any) -> Any:
     """Return the tokenizer that is saved beside what is trained: a small model's own, else the target's.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hf_specgen.errors import SpecGenError
+from hf_specgen.errors import SpecGenError, reason_of
 
 if TYPE_CHECKING:
     from hf_specgen.formats.base import Checkpoint
@@ -29,11 +29,12 @@ def with_fewer_ids(found: Checkpoint, size: int, data: str | None, split: str, t
         )
     try:
         from hf_specgen.trainers.data import load_data, prepare_dataset
+        from hf_specgen.trainers.sources import needs_tokenizer
         from hf_specgen.trainers.vocabulary import choose_vocabulary, count_supervised, coverage
     except ImportError as error:
         raise SpecGenError(f"counting needs {error.name}, which is not installed: pip install {error.name}") from None
     rows = load_data(data, split)
-    speaks = _tokenizer(tokenizer) if "input_ids" not in rows.column_names else None
+    speaks = _tokenizer(tokenizer) if needs_tokenizer(rows) else None
     counts = count_supervised(prepare_dataset(rows, speaks), found.config.vocab_size)
     before = counts[known].clone()
     ends = [] if speaks is None or speaks.eos_token_id is None else [speaks.eos_token_id]
@@ -53,4 +54,4 @@ def _tokenizer(name: str | None) -> Any:
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise SpecGenError(f"the tokenizer of {name} cannot be loaded: {error}") from error
+        raise SpecGenError(f"the tokenizer of {name} cannot be loaded: {reason_of(error)}. Give --target.") from error
