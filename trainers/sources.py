@@ -48,7 +48,7 @@ def open_tokenizer(name: str) -> Any:
 
 def needs_tokenizer(data: Any) -> bool:
     """Tell by the first row whether a data set holds texts or messages, not token ids alone."""
-    row = next(iter(data), {})
+    row: dict[str, Any] = next(iter(data), {})
     pair = (row.get("prompt"), row.get("completion" if "completion" in row else "answer"))
     return "input_ids" not in row and not all(
         isinstance(part, list) and not any(isinstance(one, dict) for one in part[:1]) for part in pair
