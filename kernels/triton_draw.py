@@ -5,7 +5,7 @@ can stay lie in few strips; they are listed in order of their ids, and the edges
 bisected over ordered integer keys. A row whose list overflows, or misses part of the nucleus, is bisected as a whole.
 """
 
-# ruff: noqa: PLR0913, PLR0915 - a kernel takes its arrays and sizes one by one, and is no function to cut up
+# ruff: noqa: PLR0913 - a kernel takes its arrays and sizes one by one, and is no function to cut up
 # mypy: allow-untyped-defs, allow-incomplete-defs
 # (the arguments of a kernel have Triton's types, which have no stubs)
 

@@ -68,7 +68,7 @@ def _levels(kept, parent_of, score):
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def _typical(  # noqa: PLR0913, PLR0915 - a kernel
+def _typical(  # noqa: PLR0913 - a kernel
     logits,
     temperature,
     law,
