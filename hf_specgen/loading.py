@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from hf_specgen.formats.layer_ids import CONVENTIONS
 from hf_specgen.hub import Opened, Report, open_checkpoint
 from hf_specgen.taps import Taps
 
+T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 
 
@@ -96,11 +97,18 @@ def drafter_class(method: str) -> type[LearnedDrafter]:
     Raises: ``IncompatibleDrafter`` for a method that is not known.
     """
     home = f"hf_specgen.drafters.{method}"
-    defined = vars(import_module(home)).values() if method.isidentifier() and find_spec(home) else ()
+    defined = classes_of(home, LearnedDrafter) if method.isidentifier() and find_spec(home) else []
     for found in defined:
-        if isinstance(found, type) and issubclass(found, LearnedDrafter) and vars(found).get("method") == method:
+        if vars(found).get("method") == method:
             return found
     raise IncompatibleDrafter(f"method {method!r} is not known here: a newer hf_specgen may know it.")
+
+
+def classes_of(module: str, base: type[T]) -> list[type[T]]:
+    """List the subclasses of ``base`` that a module's names hold, in the module's order."""
+    # by its own type: on Python 3.10 list[int] says that it is a type, and issubclass() refuses it
+    classes = [value for value in vars(import_module(module)).values() if issubclass(type(value), type)]
+    return [found for found in classes if issubclass(found, base)]
 
 
 def calibrate_aux_layers(source: str | Path, target: PreTrainedModel, ids: Tensor, **settings: Any) -> LayerAgreement:

@@ -5,6 +5,11 @@ float64 when the logits are float64; every longer sum, prefix and comparison is 
 (``q_ids (R, C)`` with probabilities ``q (R, C)``; a place with probability zero is unused) or, with ``q_ids`` None,
 logits ``(R, V_draft)`` over the first ids. Randomness is an argument: coins are float64 in ``[0, 1)``.
 
+Rounding noise is no mass. What ``max(keep p - take q, 0)`` leaves of a token counts only above 8 ulps of its own p, and
+a token whose chance to be accepted is 1 up to 8 ulps is accepted. Otherwise a coin of 0, or the last one below 1, would
+decide by the last bit of this machine's exp and log. The law moves only where p and q tie that closely, and by less
+than 16 ulps (docs/theory.md).
+
 On CPU these are also what runs, so rows of V entries are read and written as rarely as can be.
 """
 
@@ -30,6 +35,7 @@ __all__ = [
 ]
 
 _SLICE = 32  # rows that are cast together
+_NOISE_ULPS = 8  # five were seen where a law's logits and its softmax are each off by one ulp
 _STRIP = 128  # a flat float32 running sum over 150k entries is wrong by 1e-3; two levels of 128-wide sums are not
 
 
@@ -143,7 +149,8 @@ def block_step(
     p_token, q_token = (chance.squeeze(-1) for chance in _chances(pair, token.unsqueeze(-1)))
     p_token = reach * p_token
     # The comparison decides, not the division; a token that q could not draw ends the block.
-    after = torch.where(p_token < q_token, p_token / q_token, (q_token > 0).double())
+    certain = p_token >= q_token * (1 - _noise(pair))
+    after = torch.where(certain, (q_token > 0).double(), p_token / q_token)
     invalid = _is_broken(pair)
     return _mass_left(pair, reach, torch.ones_like(reach)), after, invalid
 
@@ -185,21 +192,25 @@ def _offer(
     if without_replacement and tokens.shape[1] > 1:
         possible &= ~_repeats(tokens, possible)
 
+    noise = _noise(pair)
     scale = torch.zeros_like(p_child[:, 0])
     mass, left = scale + 1, scale + 1
     accepted, choice = torch.zeros_like(present[:, 0]), torch.zeros_like(tokens[:, 0])
     for k in range(tokens.shape[1]):
-        q_k, p_k = q_child[:, k], p_child[:, k] - scale * q_child[:, k]
+        q_k = q_child[:, k]
+        p_k = _without_noise(p_child[:, k] - scale * q_k, p_child[:, k], noise)
         room = torch.maximum(left, q_k)  # equal to left but for rounding, and never zero for a possible child
         offered = possible[:, k] & ~accepted
-        hit = offered & (coins[:, k] * q_k * mass < p_k * room)  # strict, and no division: p = 0 never passes
+        certain = q_k * mass - p_k * room <= p_child[:, k] * noise
+        drawn = coins[:, k] * q_k * mass < p_k * room  # no division
+        hit = offered & (p_k > 0) & (certain | drawn)
         miss = offered & ~hit
         accepted, choice = accepted | hit, choice.masked_fill(hit, k)
         scale = torch.where(miss, scale + mass / room, scale)
         if without_replacement:
             left = torch.where(miss, room - q_k, left)
         if k + 1 < tokens.shape[1] and (miss.device.type != "cpu" or miss.any()):
-            mass = _mass_left(pair._replace(p=pair.p.clone()), torch.ones_like(scale), scale)
+            mass = _mass_left(pair, torch.ones_like(scale), scale)
     return accepted, choice, scale
 
 
@@ -215,7 +226,7 @@ def _chances(pair: _Pair, tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 def _draw_rest(pair: _Pair, keep: Tensor, take: Tensor, coin: Tensor) -> tuple[Tensor, Tensor]:
     """Draw from ``max(keep p - take q, 0)``, or from p where that is empty; also return the mass, in weights of p."""
-    rest = _subtract(pair._replace(p=pair.p.clone()), keep, take)
+    rest = _rest(pair, keep, take)
     sums = _strip_sum(rest)
     usable = (sums.sum(-1, keepdim=True) > 0) & (keep.unsqueeze(-1) > 0)
     if usable.device.type != "cpu" or not usable.all():
@@ -225,19 +236,31 @@ def _draw_rest(pair: _Pair, keep: Tensor, take: Tensor, coin: Tensor) -> tuple[T
 
 
 def _mass_left(pair: _Pair, keep: Tensor, take: Tensor) -> Tensor:
-    """Return the mass ``(R)`` of ``max(keep p - take q, 0)``; p's weights are lost on the way."""
-    return keep * (_total(_subtract(pair, keep, take)) / pair.p_total).squeeze(-1)
+    """Return the mass ``(R)`` of ``max(keep p - take q, 0)``."""
+    return keep * (_total(_rest(pair, keep, take)) / pair.p_total).squeeze(-1)
 
 
-def _subtract(pair: _Pair, keep: Tensor, take: Tensor) -> Tensor:
-    """Turn p's weights into those of ``max(keep p - take q, 0)``, in place: exactly zero where nothing is left."""
+def _rest(pair: _Pair, keep: Tensor, take: Tensor) -> Tensor:
+    """Compute the weights of ``max(keep p - take q, 0)``: exactly zero where nothing is left but rounding noise."""
     p, q_ids, q, _, _ = pair
     ratio = _ratio(pair, keep, take).to(p.dtype)
-    if q_ids is None:
-        p[:, : q.shape[-1]].addcmul_(q, ratio, value=-1).clamp_(min=0)
-    else:
-        p.scatter_add_(-1, q_ids, -torch.minimum(p.gather(-1, q_ids), q * ratio))
-    return p
+    if q_ids is not None:
+        listed = p.gather(-1, q_ids)
+        left = _without_noise(listed - q * ratio, listed, _noise(pair))
+        return p.scatter_add(-1, q_ids, left - listed)
+    shared = p[:, : q.shape[-1]]
+    left = _without_noise(torch.addcmul(shared, q, ratio, value=-1), shared, _noise(pair))
+    return left if left.shape == p.shape else torch.cat((left, p[:, q.shape[-1] :]), -1)
+
+
+def _noise(pair: _Pair) -> float:
+    """Return the share of a weight that is rounding noise."""
+    return _NOISE_ULPS * torch.finfo(pair.p.dtype).eps
+
+
+def _without_noise(left: Tensor, whole: Tensor, noise: float) -> Tensor:
+    """Set to zero, in place, what is left of ``whole`` where it is negative or no more than noise."""
+    return left.masked_fill_(left <= whole * noise, 0)
 
 
 def _ratio(pair: _Pair, keep: Tensor, take: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from .triton_common import CHUNK, Variant, on_device
 from .triton_residual import (
     COUNTS,
+    NOISE,
     chance,
     draft_kinds,
     draw_left,
@@ -21,6 +22,7 @@ from .triton_residual import (
     read_rows,
     sum_left,
     view_draft,
+    without_noise,
 )
 from .triton_walks import Walks, bits, empty_walks, match_tree, store_walk
 
@@ -79,10 +81,11 @@ def _reach(  # noqa: PLR0913 - a kernel
             q_token = chance(view, token, LIST)
             # The comparison decides, not the division; a token that q could not draw ends the block.
             possible = q_token > 0.0
-            after = tl.where(p_token < q_token, p_token / tl.where(possible, q_token, 1.0), possible.to(tl.float64))
+            ratio = p_token / tl.where(possible, q_token, 1.0)
+            after = tl.where(p_token >= q_token * (1.0 - NOISE), possible.to(tl.float64), ratio)
             if LIST > 0:
                 _, q_of, p_of, outside = view
-                left = h * outside + tl.sum(tl.maximum(h * p_of - q_of, 0.0), 0)
+                left = h * outside + tl.sum(without_noise(h * p_of - q_of, h * p_of), 0)
         tl.store(surplus + place, left)
         tl.store(rows + place * 2, node)
         tl.store(rows + place * 2 + 1, tl.where(live, node, -1))

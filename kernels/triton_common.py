@@ -86,7 +86,7 @@ def high_word(value):
 def scale_of(temperature):
     """Return log2(e) / T, so that exp((x - max) / T) = exp2((x - max) * scale) needs no division per element."""
     # within bounds: 0 * inf and -inf * 0 are NaN
-    return tl.minimum(tl.maximum(LOG2E / temperature, 1e-30), 1e37)
+    return tl.minimum(tl.maximum((1.0 / temperature) * LOG2E, 1e-30), 1e37)
 
 
 @triton.jit

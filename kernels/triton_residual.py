@@ -33,6 +33,7 @@ from .triton_common import (
 )
 
 STRIPS = tl.constexpr(64)  # strips of a chunk
+NOISE = tl.constexpr(2.0**-20)  # 8 ulps of float32 weights: the share of a weight that is rounding noise
 RESOLVED = tl.constexpr(
     2.0**-21
 )  # less is what rounding leaves when a list holds all of p: a coin of 0 must not see it
@@ -113,20 +114,26 @@ def chance(view, token, LIST: tl.constexpr):
 
 
 @triton.jit
+def without_noise(left, whole):
+    """Set to zero what is left of ``whole`` where it is negative or no more than rounding noise."""
+    return tl.where(left > whole * NOISE, left, 0.0)  # a NaN leaves nothing
+
+
+@triton.jit
 def left_over(row, start, vocab, law, draft, keep, ROWS: tl.constexpr, DENSE: tl.constexpr):  # noqa: PLR0913 - a device function
     """Compute ``max(keep w - take e, 0)`` for ROWS strips from ``start``: exactly zero where nothing is left."""
     index = start + tl.arange(0, ROWS)[:, None] * STRIP + tl.arange(0, STRIP)[None, :]
     rest = keep * kept_weights(row, index, index < vocab, law)
     if DENSE:
         q_row, q_vocab, q_top, take = draft
-        rest = tl.maximum(rest - take * draft_weights(q_row, index, index < q_vocab, q_top), 0.0)
+        rest = without_noise(rest - take * draft_weights(q_row, index, index < q_vocab, q_top), rest)
     else:
         ids, taken = draft  # one listed token at a time: subtracting sums instead would leave noise where all is taken
         end = start + ROWS * STRIP
         token = tl.min(tl.where(ids >= start, ids, end), 0)
         while token < end:
             gone = tl.sum(tl.where(ids == token, taken, 0.0), 0)
-            rest = tl.where(index == token, tl.maximum(rest - gone, 0.0), rest)
+            rest = tl.where(index == token, without_noise(rest - gone, rest), rest)
             token = tl.min(tl.where(ids > token, ids, end), 0)
     return rest
 

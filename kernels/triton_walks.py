@@ -13,6 +13,7 @@ from torch import Tensor
 from .triton_common import CHUNK, Variant, on_device
 from .triton_residual import (
     COUNTS,
+    NOISE,
     STRIPS,
     chance,
     draft_kinds,
@@ -23,6 +24,7 @@ from .triton_residual import (
     read_rows,
     sum_left,
     view_draft,
+    without_noise,
 )
 
 __all__ = ["match_tree", "reject_tree", "variants"]
@@ -97,7 +99,7 @@ def _mass_left(q_view, row, vocab, p_law, total, scale, LIST: tl.constexpr):
         return mass / total
     else:  # outside the list nothing is ever taken
         _, q_of, p_of, outside = q_view
-        return outside + tl.sum(tl.maximum(p_of - scale * q_of, 0.0), 0)
+        return outside + tl.sum(without_noise(p_of - scale * q_of, p_of), 0)
 
 
 @triton.jit
@@ -134,9 +136,12 @@ def _offer(  # noqa: PLR0913 - a device function
             if MANY:
                 if scale > 0.0:
                     mass = _mass_left(q_view, row, vocab, p_law, total, scale, LIST)
-            p_child = kept_weights(row, token, token < vocab, p_law).to(tl.float64) * p_unit - scale * q_child
+            p_child = kept_weights(row, token, token < vocab, p_law).to(tl.float64) * p_unit
+            p_left = without_noise(p_child - scale * q_child, p_child)
             room = tl.maximum(left, q_child)  # equal to left but for rounding, and never zero
-            if tl.load(accept + rank) * q_child * mass < p_child * room:  # strict, no division: p = 0 never passes
+            certain = q_child * mass - p_left * room <= p_child * NOISE
+            drawn = tl.load(accept + rank) * q_child * mass < p_left * room  # no division
+            if (p_left > 0.0) & (certain | drawn):
                 chosen = child
             else:
                 scale += mass / room

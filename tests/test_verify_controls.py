@@ -33,14 +33,18 @@ ONE_HOT_TWINS = Case(fixed("5/10", "3/10", "2/10"), (-1, -1), fixed("1", "0", "0
 TREE = Case(Table(3, 3), (-1, -1, 0, 0, 1), drafts=((0, 1, 0, 2, 2), (1, 1, 2, 0, 0)))
 
 MUTATIONS = {  # case, text in the reference, what a bug would have written
-    "residual dropped, sparse": (CHAIN, "p.scatter_add_(-1, q_ids, -torch", "(-1, q_ids, -torch"),
-    "residual dropped, dense": (DENSE_CHAIN, ".addcmul_(q, ratio, value=-1)", ""),
-    "accepts at equality, so u = 0 accepts p = 0": (IMPOSSIBLE, "* mass < p_k * room", "* mass <= p_k * room"),
-    "mass left out of the test": (SIBLINGS, "q_k * mass < p_k", "q_k < p_k"),
-    "what earlier siblings took is forgotten": (SIBLINGS, "p_child[:, k] - scale * q_child[:, k]", "p_child[:, k]"),
+    "residual dropped, sparse": (CHAIN, "p.scatter_add(-1, q_ids, left - listed)", "p"),
+    "residual dropped, dense": (DENSE_CHAIN, "torch.addcmul(shared, q, ratio, value=-1)", "shared.clone()"),
+    "accepts at equality, so u = 0 accepts p = 0": (
+        IMPOSSIBLE,
+        "(p_k > 0) & (certain | drawn)",
+        "(certain | (coins[:, k] * q_k * mass <= p_k * room))",
+    ),
+    "mass left out of the test": (SIBLINGS, "coins[:, k] * q_k * mass <", "coins[:, k] * q_k <"),
+    "what earlier siblings took is forgotten": (SIBLINGS, "p_child[:, k] - scale * q_k", "p_child[:, k].clone()"),
     "scale grows by one and not by the mass": (SIBLINGS, "scale + mass / room", "scale + 1"),
     "scale ignores the renormalised q": (DISTINCT, "scale + mass / room", "scale + mass"),
-    "test ignores the renormalised q": (DISTINCT, "p_k * room)", "p_k)"),
+    "test ignores the renormalised q": (DISTINCT, "< p_k * room  #", "< p_k  #"),
     "the rejected sibling stays in q": (DISTINCT, "torch.where(miss, room - q_k, left)", "left"),
     "identical children count twice": (ONE_HOT_TWINS, "torch.where(miss, scale + mass / room, scale)", "scale"),
     "block: surplus of p itself": (
@@ -51,8 +55,8 @@ MUTATIONS = {  # case, text in the reference, what a bug would have written
     "block: h does not accumulate": (BLOCK, "p_token = reach * p_token", "pass"),
     "block: h not clipped": (
         BLOCK,
-        "torch.where(p_token < q_token, p_token / q_token",
-        "torch.where(q_token > 0, p_token / q_token",
+        "torch.where(certain, (q_token > 0).double(), p_token / q_token)",
+        "torch.where(q_token > 0, p_token / q_token, 0.0)",
     ),
     "draw returns the next token": (
         TREE,

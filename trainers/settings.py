@@ -7,7 +7,6 @@ import json
 from argparse import SUPPRESS
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
@@ -19,6 +18,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_specgen.drafter_config import DrafterConfig
 from hf_specgen.errors import SpecGenError, reason_of
+from hf_specgen.loading import classes_of
 from hf_specgen.trainers.base import DrafterTrainer, DrafterTrainingArguments
 
 METHODS = ("medusa", "eagle", "eagle3", "distill")
@@ -135,11 +135,7 @@ class _Parser(HfArgumentParser):
 def parts_of(method: str) -> tuple[type[DrafterTrainer], type[DrafterTrainingArguments]]:
     """Return the trainer of a method, the one in ``trainers/<method>.py``, and its arguments."""
     home = f"hf_specgen.trainers.{method}"
-    found = [
-        kind
-        for kind in vars(import_module(home)).values()
-        if isinstance(kind, type) and issubclass(kind, DrafterTrainer) and kind.__module__ == home
-    ]
+    found = [kind for kind in classes_of(home, DrafterTrainer) if kind.__module__ == home]
     return found[0], get_type_hints(found[0])["args"]
 
 
