@@ -6,8 +6,25 @@ from typing import Any
 
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
+from hf_specgen.errors import SpecGenError
+
 METHODS = ("medusa", "eagle", "eagle3")
 LAYER_TYPES = ("llama", "qwen3")
+PART = "partial_rotary_factor"
+# Ways of other models to say how much of a head is rotated, from which base, or how: nobody reads them in a drafter.
+OTHER_ROTARY = (
+    "rotary_pct",
+    "rotary_percentage",
+    "rotary_emb_fraction",
+    "rotary_emb_base",
+    "rotary_base",
+    "rotary_dim",
+    "rotary_ndims",
+    "rotary_embedding_dim",
+    "rope_dim",
+    "rope_pct",
+    "xdrope_section",
+)
 
 
 class DrafterConfig(PretrainedConfig):
@@ -16,7 +33,8 @@ class DrafterConfig(PretrainedConfig):
     ``method``: ``medusa``, ``eagle`` or ``eagle3``. ``hidden_size`` is the drafter's, ``target_hidden_size`` the
     target's. ``vocab_size`` is the target's, ``draft_vocab_size`` what the drafter's own head covers.
     ``aux_layer_boundaries``: which residual streams of the target feed the drafter; boundary b is the stream after b
-    decoder layers (0: the embeddings; the number of layers: before the final norm).
+    decoder layers (0: the embeddings; the number of layers: before the final norm). ``rope_parameters`` are
+    transformers' own; with ``partial_rotary_factor`` only the first values of every head are rotated.
     ``tree``: None (chosen by device), ``"chain"``, a list of paths of ranks (static), or ``{"top_k", "depth",
     "nodes"}`` (dynamic). ``num_tokens``: chain length (None: as many as pay). ``sample``: draw tokens from the
     drafter's law instead of taking its best ones.
@@ -87,6 +105,22 @@ class DrafterConfig(PretrainedConfig):
         """Tell whether the drafter's head covers only some of the target's ids."""
         return self.draft_vocab_size < self.vocab_size
 
+    @property
+    def rotary_size(self) -> int:
+        """Return how many values of a head are rotated by position: the first ones, the rest pass as they are.
+
+        Raises: ``SpecGenError`` for a part that is none, and for settings of other models.
+        """
+        rope, part = self.rope_parameters, self.rope_parameters.get(PART, 1.0)
+        size = int(self.head_dim * part) if isinstance(part, int | float) and 0 < part <= 1 else 0
+        others = [name for name in OTHER_ROTARY if rope.get(name)]
+        if others or not size or size % 2:
+            raise SpecGenError(
+                f"rope_parameters={rope} with head_dim={self.head_dim}: {PART} above 0 and at most 1 that leaves an "
+                f"even number of values is required{f', not {others[0]}' if others else ''}."
+            )
+        return size
+
     def layer_config(self) -> PretrainedConfig:
         """Return the transformers configuration that the drafter's decoder layers are built from."""
         shared: dict[str, Any] = {
@@ -105,7 +139,9 @@ class DrafterConfig(PretrainedConfig):
                 "vocab_size",
             )
         }
-        rope = dict(self.rope_parameters)
+        rope = {name: value for name, value in self.rope_parameters.items() if name != PART}
+        if self.rotary_size < self.head_dim:
+            rope[PART] = self.rope_parameters[PART]
         if self.layer_type == "qwen3":
             windows = {"use_sliding_window": True, "max_window_layers": 0} if self.sliding_window else {}
             layer = Qwen3Config(**shared, rope_parameters=rope, sliding_window=self.sliding_window, **windows)
@@ -114,5 +150,6 @@ class DrafterConfig(PretrainedConfig):
             if self.sliding_window:  # Llama's own attention knows no window: the cache and its mask do
                 layer.sliding_window = self.sliding_window
                 layer.layer_types = ["sliding_attention"] * self.num_hidden_layers
+        layer.use_qk_norm = self.layer_type == "qwen3"  # what attention that rotates a part of a head asks for
         layer._attn_implementation = self._attn_implementation or "sdpa"
         return layer

@@ -75,7 +75,9 @@ class EagleMath:
         for part in ("q", "k"):
             if f"{name}.{part}_norm.weight" in self.state:
                 made[part] = self.norm(f"{name}.{part}_norm", made[part])
-            made[part] = turned(made[part], positions, base)
+            size = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1))
+            rest = made[part][..., size:]
+            made[part] = torch.cat([turned(made[part][..., :size], positions, base), rest], -1)
         if config.sliding_window:
             sees = sees & (positions[:, None] - positions < config.sliding_window)
         mixed = []

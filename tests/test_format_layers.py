@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -87,11 +88,71 @@ def test_rope_is_the_drafts_own_in_every_style(settings: dict[str, Any], rope: d
 def test_odd_ropes() -> None:
     both = plain(rope_theta=5e5, rope_parameters={"rope_theta": 1e4, "rope_type": "default"})
     assert both.config.rope_parameters["rope_theta"] == 1e4
-    assert "rope bases" in both.warnings[0]
+    assert "rope_theta 500000.0 and 10000.0 are given" in both.warnings[0]
     with pytest.raises(IncompatibleDrafter, match="'spiral'"):
         plain(rope_scaling={"type": "spiral"})
-    with pytest.raises(IncompatibleDrafter, match=r"partial_rotary_factor 0.5"):
-        plain(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5})
+
+
+def authors_eagle(**settings: Any) -> Checkpoint:
+    config, tensors = eagle3_file(**settings)[0], random(eagle_shapes())
+    return read(source_of(config, tensors))
+
+
+def nested_library(**settings: Any) -> Checkpoint:
+    return library(inner={"rope_theta": None, **settings})
+
+
+QWEN35 = {"mrope_interleaved": True, "mrope_section": [1], "rope_type": "default"}  # of 11, 11, 10 in 256 values
+PARTIAL: list[dict[str, Any]] = [
+    {"rope_theta": 1e7, "partial_rotary_factor": 0.5},
+    {"rope_theta": 1e7, "rope_scaling": {"type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
+    {"rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.5, **QWEN35}},
+    {"partial_rotary_factor": 0.5, "rope_parameters": {"rope_theta": 1e7, **QWEN35}},
+]
+PARTLY = [plain, nested_library, authors_eagle]
+
+
+@pytest.mark.parametrize("settings", PARTIAL)
+@pytest.mark.parametrize("reader", PARTLY)
+def test_heads_that_are_rotated_in_part(reader: Callable[..., Checkpoint], settings: dict[str, Any]) -> None:
+    found = reader(**settings)
+    assert found.config.rope_parameters["partial_rotary_factor"] == 0.5
+    assert not any("mrope" in name for name in found.config.rope_parameters)
+    assert found.config.rotary_size == 2
+    assert any("the first 2 of 4 values of a head" in note for note in found.notes)
+    assert found.warnings == ()
+
+
+@pytest.mark.parametrize("reader", PARTLY)
+def test_rotary_settings_of_other_models_are_refused_by_name(reader: Callable[..., Checkpoint]) -> None:
+    for name, value in (("rotary_pct", 0.5), ("rotary_dim", 2), ("rotary_emb_fraction", 0.25), ("rotary_emb_base", 7)):
+        with pytest.raises(IncompatibleDrafter, match=f"{name}={value}"):
+            reader(**{name: value})
+        with pytest.raises(IncompatibleDrafter, match=f"{name}={value}"):
+            reader(rope_parameters={"rope_theta": 1e4, name: value})
+    assert reader(rotary_pct=1.0, rotary_dim=4).config.rotary_size == 4  # these say nothing else
+    for part in (0, 0.25, 1.5, "half"):
+        with pytest.raises(IncompatibleDrafter, match="an even number of values"):
+            reader(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": part, "rope_type": "default"})
+    sections = {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [1]}
+    with pytest.raises(IncompatibleDrafter, match=r"mrope_section \[1\], which rotates 2 values of a head"):
+        reader(rope_parameters=sections)
+
+
+def test_two_parts_are_told() -> None:
+    found = plain(partial_rotary_factor=0.5, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 1.0})
+    assert found.config.rotary_size == 4
+    assert found.warnings == ("partial_rotary_factor 0.5 and 1.0 are given: the second (rope_parameters) is used.",)
+
+
+def test_rope_of_layers_that_differ_is_refused() -> None:
+    ropes = {"full_attention": {"rope_theta": 7.0}, "sliding_attention": {"rope_theta": 8.0}}
+    assert plain(rope_parameters=ropes).config.rope_parameters["rope_theta"] == 7.0
+    second = random({**layer("layers.1.", H), "layers.1.input_layernorm.weight": (H,)})
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "rope_parameters": ropes}
+    config = library_config(layers=2, inner=kinds)
+    with pytest.raises(IncompatibleDrafter, match="one set for all layers"):
+        read(source_of(config, eagle3_file("layers.0.")[1] | second))
 
 
 def test_heads_wider_than_the_drafter() -> None:

@@ -35,6 +35,7 @@ from hf_specgen.formats.base import Checkpoint, layout_named
 from hf_specgen.formats.specgen import VERSION
 
 IDS = "eagle_aux_hidden_state_layer_ids"
+PART = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.5}
 LINEAR = {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
 SMALL = {
     "hidden_size": H,
@@ -55,6 +56,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "wide heads, biases": {"head_dim": 8, "attention_bias": True, "mlp_bias": True},
     "norm before fc": {"norm_before_fc": True},
     "EAGLE-3.1": {"fc_norm": True, "norm_output": True},
+    "rotated in part": {"rope_parameters": PART, "head_dim": 8, "attention_bias": True},
+    "linear in part": {"rope_parameters": {**LINEAR, **PART, "rope_type": "linear"}, "head_dim": 8},
 }
 BEYOND_SGLANG: dict[str, dict[str, Any]] = {
     "norm before residual": {"norm_before_residual": True, "draft_vocab_size": VD},

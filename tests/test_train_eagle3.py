@@ -20,11 +20,13 @@ from hf_specgen.taps import FINAL, Taps
 from hf_specgen.trainers.losses import Objective
 
 STEPS, DECAY, LENGTH = 3, 0.5, 10
+PART = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "reduced": {"reduced": True},
     "two layers": {"num_hidden_layers": 2, "reduced": True},
     "qwen3": {"layer_type": "qwen3", "head_dim": 8},
+    "rotated in part": {"rope_parameters": PART, "num_hidden_layers": 2},
     "norms": {"norm_before_residual": True, "fc_norm": True, "norm_output": True},
     "window": {"sliding_window": 4},
     "window below steps": {"sliding_window": 2},

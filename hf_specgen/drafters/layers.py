@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
+from transformers.models.glm4_moe import modeling_glm4_moe as glm
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from hf_specgen import ops
 from hf_specgen.cache import SlotCache
+from hf_specgen.drafter_config import PART
 from hf_specgen.drafters.unrolling import StepMask
 from hf_specgen.errors import SpecGenError
 
@@ -24,7 +26,11 @@ Rope = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class LayerClasses:
-    """Hold the classes of transformers that one ``layer_type`` is made of."""
+    """Hold the classes of transformers that one ``layer_type`` is made of.
+
+    Llama's and Qwen3's attention rotate whole heads; GLM's is the same, with and without norms of queries and keys,
+    and rotates as many values as its rotary module makes factors for.
+    """
 
     attention: type[nn.Module]
     mlp: type[nn.Module]
@@ -32,8 +38,10 @@ class LayerClasses:
     rotary: type[nn.Module]
 
     @classmethod
-    def of(cls, layer_type: str) -> LayerClasses:
-        """Return the classes of a type. Raises: ``SpecGenError`` for one that is not known."""
+    def of(cls, layer_type: str, config: PretrainedConfig | None = None) -> LayerClasses:
+        """Return the classes of a type; ``config``: of a layer. Raises: ``SpecGenError`` for one that is not known."""
+        if config is not None and PART in config.rope_parameters:
+            return replace(cls.of(layer_type), attention=glm.Glm4MoeAttention, rotary=glm.Glm4MoeRotaryEmbedding)
         if layer_type == "llama":
             return cls(llama.LlamaAttention, llama.LlamaMLP, llama.LlamaRMSNorm, llama.LlamaRotaryEmbedding)
         if layer_type == "qwen3":
@@ -49,10 +57,12 @@ class DraftLayer(nn.Module):
 
     def __init__(self, config: PretrainedConfig, layer_type: str, index: int, input_norm: bool = True) -> None:
         super().__init__()
-        classes = LayerClasses.of(layer_type)
+        classes = LayerClasses.of(layer_type, config)
         config._attn_implementation = _NAME
         self.index = index
         self.self_attn = classes.attention(config, index)
+        if config.attention_bias and self.self_attn.o_proj.bias is None:  # GLM's attention leaves this one out
+            self.self_attn.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size)
         self.mlp = classes.mlp(config)
         self.post_attention_layernorm = self._norm(classes, config)
         if input_norm:
@@ -125,10 +135,13 @@ class Rotary:
         return {**self.__dict__, "_made": None}
 
     def __call__(self, like: Tensor, positions: Tensor) -> Rope:
-        """Return cosines and sines ``(B or 1, S, D)`` of ``positions (B or 1, S)`` in the dtype of ``like``."""
+        """Return cosines and sines ``(B or 1, S, R)`` of ``positions (B or 1, S)`` in the dtype of ``like``.
+
+        R values of a head are rotated: all of them, or the first ones.
+        """
         if self._made is None or self._made[0] != like.device:
             with torch.device("cpu"):  # a drafter may be built under another default, the meta device among them
-                module = LayerClasses.of(self._type).rotary(self._config)
+                module = LayerClasses.of(self._type, self._config).rotary(self._config)
             self._made = like.device, module.to(like.device)
         cos, sin = self._made[1](like, positions)
         return cos, sin

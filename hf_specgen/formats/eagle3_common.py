@@ -12,6 +12,7 @@ from hf_specgen.drafter_config import DrafterConfig
 from hf_specgen.errors import IncompatibleDrafter
 from hf_specgen.formats.base import Checkpoint, Plan, ReadOptions, Source
 from hf_specgen.formats.layer_ids import BOUNDARY, LAYER_OUTPUT, LayerIds, resolve
+from hf_specgen.formats.rope import rope_of
 from hf_specgen.formats.shapes import DEFAULT_TAKEN
 from hf_specgen.formats.shared import (
     PROBE,
@@ -21,7 +22,6 @@ from hf_specgen.formats.shared import (
     match,
     output_biases,
     refuse_unreadable,
-    rope_of,
     short_names,
     vocabulary_line,
     window_of,
@@ -136,7 +136,8 @@ def plan_eagle3(source: Source, options: ReadOptions, reading: Reading) -> Plan:
     bounds = resolve(source.name, reading.ids, layers, options.aux_layer_convention)
     fields = layer_fields(source, settings, names, FIRST)
     fields["layer_type"] = reading.layer_type or fields["layer_type"]
-    rope, window = rope_of(source, settings, _kind(settings)), window_of(source, settings, reading.windows)
+    rope = rope_of(source, settings, fields["head_dim"], fields["num_hidden_layers"])
+    window = window_of(source, settings, reading.windows)
     if shapes.get("fc.weight", (0, 0))[1] == fields["hidden_size"]:
         warnings.append("fc reads as many features as the drafter is wide: readers that go by width leave it out.")
     config = DrafterConfig(
@@ -218,10 +219,6 @@ def _ours(name: str) -> str:
 
 def _apart(tensor: Tensor, other: Tensor) -> Tensor:
     return tensor.clone() if tensor.data_ptr() == other.data_ptr() else tensor
-
-
-def _kind(settings: Mapping[str, Any]) -> str:
-    return next(iter(settings.get("layer_types") or []), "full_attention")
 
 
 def _target_layers(source: Source, options: ReadOptions, reading: Reading) -> int:

@@ -11,6 +11,7 @@ import torch
 from hf_specgen.drafter_config import DrafterConfig
 from hf_specgen.errors import IncompatibleDrafter
 from hf_specgen.formats.base import Checkpoint, Plan, ReadOptions, Source
+from hf_specgen.formats.rope import rope_of
 from hf_specgen.formats.shared import (
     PROBE,
     floats_only,
@@ -19,7 +20,6 @@ from hf_specgen.formats.shared import (
     match,
     output_biases,
     refuse_unreadable,
-    rope_of,
     vocabulary_line,
     window_of,
     with_output_biases,
@@ -44,7 +44,8 @@ def plan_eagle(
     """
     warnings = [*refuse_unreadable(source, settings)]
     fields = layer_fields(source, settings, names, "layers.0.")
-    rope, window = rope_of(source, settings), window_of(source, settings, followed=False)
+    rope = rope_of(source, settings, fields["head_dim"], fields["num_hidden_layers"])
+    window = window_of(source, settings, followed=False)
     config = DrafterConfig(
         method="eagle",
         **fields,

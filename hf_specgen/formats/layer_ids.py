@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError
-from hf_specgen.formats.shared import Found
+from hf_specgen.formats.found import Found
 
 BOUNDARY, LAYER_OUTPUT = "boundary", "layer_output"
 CONVENTIONS = (BOUNDARY, LAYER_OUTPUT)

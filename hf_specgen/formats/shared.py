@@ -1,10 +1,9 @@
-"""What layouts share: names without prefixes, layer settings, rope, windows, refusals, and how a folder is written."""
+"""What layouts share: names without prefixes, layer settings, windows, refusals, and how a folder is written."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,13 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hf_specgen.drafter_config import DrafterConfig
+from hf_specgen.drafter_config import PART, DrafterConfig
 from hf_specgen.errors import IncompatibleDrafter
 from hf_specgen.formats.base import Checkpoint, Source, check_names
+from hf_specgen.formats.found import Found
+from hf_specgen.formats.rope import DEFAULT_BASE
 from hf_specgen.formats.shapes import state_shapes
 
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
-DEFAULT_BASE = 10000.0
 QUANTISED = (
     "weight_scale",
     "weight_scale_inv",
@@ -37,15 +36,6 @@ QUANTISED = (
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Kept under a name of its own while a checkpoint is read: looked at, then dropped.
 PROBE = "probe:"
-
-
-@dataclass(frozen=True)
-class Found:
-    """Hold one decision: its value, the line that tells it, and what it may cost."""
-
-    value: Any
-    note: str
-    warnings: tuple[str, ...] = ()
 
 
 def short_names(source: Source, *prefixes: str) -> dict[str, str]:
@@ -124,37 +114,6 @@ def layer_fields(source: Source, settings: Mapping[str, Any], names: Mapping[str
         "fc_bias": "fc.bias" in names,
         "vocab_size": required(source, settings, "vocab_size"),
     }
-
-
-def rope_of(source: Source, settings: Mapping[str, Any], kind: str = "full_attention") -> Found:
-    """Return rope parameters from a draft config in the style of transformers 4, of 5, or of both.
-
-    The base is the draft's own (10000 where its config names none), never the target's.
-    """
-    given = dict(settings.get("rope_parameters") or {})
-    if any(isinstance(value, Mapping) for value in given.values()):  # one set per kind of layer
-        given = dict(given.get(kind) or {})
-    rope = {**dict(settings.get("rope_scaling") or {}), **given}
-    base = settings.get("rope_theta")
-    warnings = []
-    if base is not None and rope.get("rope_theta") not in (None, base):
-        warnings.append(f"rope bases {base} and {rope['rope_theta']} are given: the second (rope_parameters) is used.")
-    named = rope.get("rope_theta") or base
-    old = rope.pop("type", None)
-    kind_of_rope = rope.get("rope_type") or old or "default"
-    if "mrope" in (kind_of_rope, old) or "mrope_section" in rope:  # text positions are equal on all three axes
-        kind_of_rope = "default"
-        rope = {key: value for key, value in rope.items() if not key.startswith("mrope")}
-    if kind_of_rope not in ROPE_TYPES or rope.get("partial_rotary_factor", 1) != 1:
-        raise IncompatibleDrafter(
-            f"{source.name} asks for rope {kind_of_rope!r} with partial_rotary_factor "
-            f"{rope.get('partial_rotary_factor', 1)}: one of {', '.join(ROPE_TYPES)} over the whole head is required."
-        )
-    rope |= {"rope_type": kind_of_rope, "rope_theta": float(named or DEFAULT_BASE)}
-    rope = {key: value for key, value in rope.items() if value is not None}
-    whose = "from the draft config" if named else "the default, for the draft config names none"
-    note = f"rope: {kind_of_rope}, base {rope['rope_theta']:g} ({whose}; the target's is not used)"
-    return Found(rope, note, tuple(warnings))
 
 
 def window_of(source: Source, settings: Mapping[str, Any], followed: bool = True) -> Found:
@@ -293,6 +252,7 @@ def layer_settings(checkpoint: Checkpoint) -> dict[str, Any]:
         "rope_theta": base,
         "rope_scaling": None if rope.get("rope_type", "default") == "default" else rope,
         "rope_parameters": {**rope, "rope_theta": base},
+        **({PART: rope[PART]} if PART in rope else {}),  # SGLang reads it there, vLLM in either place
         "layer_types": [kinds] * config.num_hidden_layers,
         "use_sliding_window": bool(config.sliding_window),
         "tie_word_embeddings": False,
