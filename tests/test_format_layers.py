@@ -159,8 +159,76 @@ def test_heads_wider_than_the_drafter() -> None:
     wide = random(eagle3_shapes(dim=8))
     found = plain(wide, head_dim=8)
     assert (found.config.head_dim, found.config.hidden_size // A) == (8, 4)
+
+
+Made = Callable[..., tuple[dict[str, Any], dict[str, Tensor]]]
+
+
+def authors(**settings: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    config, tensors = eagle3_file()
+    return {**config, **settings}, tensors
+
+
+def numbered(**settings: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    config, tensors = eagle3_file("layers.0.", eagle_config={"use_aux_hidden_state": True})
+    return {**config, **settings}, tensors
+
+
+def specforge(**settings: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    return authors(target_model_type="llama", **settings)
+
+
+def deepspec(**settings: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    config, tensors = authors(target_layer_ids=[1, 3, 4], ttt_length=7, **settings)
+    norms = {f"midlayer.self_attn.{name}_norm.weight": (H // A,) for name in "qk"}
+    return config, tensors | random(norms)
+
+
+def first_eagle(**settings: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    return authors(**settings)[0], random(eagle_shapes())
+
+
+def old_vllm(**settings: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    config, tensors = first_eagle(**settings)
+    return {"model_type": "eagle", "model": config}, tensors
+
+
+@pytest.mark.parametrize("make", [authors, numbered, specforge, deepspec, first_eagle, old_vllm])
+def test_layers_and_heads_are_counted_by_their_tensors(make: Made) -> None:
+    """EAGLE3-Vicuna1.3-13B says 40 layers, NeMo writes the target's depth and the target's heads."""
+    found = read(source_of(*make(num_hidden_layers=40, head_dim=32)))
+    assert (found.config.num_hidden_layers, found.config.head_dim) == (1, H // A)
+    assert "config says num_hidden_layers=40, the tensors say 1" in found.notes
+    assert "config says head_dim=32, the tensors say 4" in found.notes
+    right = read(source_of(*make()))
+    assert same(found.tensors, right.tensors) and not any("the tensors say" in note for note in right.notes)
+    assert read(source_of(*make(head_dim=None))).config.head_dim == H // A
+
+
+def test_further_layers_are_counted_too() -> None:
+    second = random({**layer("layers.1.", H), "layers.1.input_layernorm.weight": (H,)})
+    for make in (authors, numbered, specforge, first_eagle):
+        config, tensors = make(num_hidden_layers=36)
+        assert read(source_of(config, tensors | second)).config.num_hidden_layers == 2
+        third = {name.replace("layers.1.", "layers.2."): tensor for name, tensor in second.items()}
+        with pytest.raises(IncompatibleDrafter, match=r"lacks the tensors layers.1"):
+            read(source_of(config, tensors | third))
+
+
+def test_the_librarys_own_depth_counts() -> None:
+    """Its config is the drafter's, so layers that are missing mean a damaged file."""
+    with pytest.raises(IncompatibleDrafter, match=r"lacks the tensors layers.1"):
+        read(source_of(library_config(layers=2), eagle3_file("layers.0.")[1]))
+
+
+def test_heads_are_as_wide_as_their_tensors_or_refused() -> None:
+    wide = random(eagle3_shapes(dim=8))
+    for said in ({}, {"head_dim": 4}, {"head_dim": None}):
+        assert plain(wide, **said).config.head_dim == 8
+    assert library(inner={"head_dim": None}).config.head_dim == 4
+    odd = {"midlayer.self_attn.k_proj.weight": torch.randn(3 * 8, 2 * H)}
     with pytest.raises(IncompatibleDrafter, match="q_proj"):
-        plain(wide)
+        plain(wide | odd)
 
 
 def test_biases_are_told_by_their_tensors() -> None:

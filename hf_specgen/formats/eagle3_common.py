@@ -21,6 +21,7 @@ from hf_specgen.formats.shared import (
     layer_fields,
     match,
     output_biases,
+    overruled,
     refuse_unreadable,
     short_names,
     vocabulary_line,
@@ -53,6 +54,8 @@ class Reading:
     norm_output: bool = False
     windows: bool = False
     """Whether the producer's layers follow ``layer_types``; most attend to every token whatever it says."""
+    own_depth: bool = False
+    """Whether ``num_hidden_layers`` is the drafter's for certain, so that other layers mean damage."""
     claims: frozenset[str] = frozenset()
     """Which of ``norm_before_fc`` and ``fc_norm`` the config asks for; the tensors decide."""
     target: Mapping[str, Any] = field(default_factory=dict)
@@ -136,6 +139,9 @@ def plan_eagle3(source: Source, options: ReadOptions, reading: Reading) -> Plan:
     bounds = resolve(source.name, reading.ids, layers, options.aux_layer_convention)
     fields = layer_fields(source, settings, names, FIRST)
     fields["layer_type"] = reading.layer_type or fields["layer_type"]
+    told = () if reading.own_depth else overruled(settings, fields)
+    fields["num_hidden_layers"] = settings["num_hidden_layers"] if reading.own_depth else fields["num_hidden_layers"]
+    settings = {**settings, "num_hidden_layers": fields["num_hidden_layers"]}
     rope = rope_of(source, settings, fields["head_dim"], fields["num_hidden_layers"])
     window = window_of(source, settings, reading.windows)
     if shapes.get("fc.weight", (0, 0))[1] == fields["hidden_size"]:
@@ -168,6 +174,7 @@ def plan_eagle3(source: Source, options: ReadOptions, reading: Reading) -> Plan:
         rope.note,
         window.note,
         *head_lines(config),
+        *told,
         *reading.notes,
     )
     return Plan(config, {**found, **probed}, notes, tuple(warnings), lambda got: finish_eagle3(got, source.name))

@@ -19,6 +19,7 @@ from hf_specgen.formats.shared import (
     layer_fields,
     match,
     output_biases,
+    overruled,
     refuse_unreadable,
     vocabulary_line,
     window_of,
@@ -44,6 +45,8 @@ def plan_eagle(
     """
     warnings = [*refuse_unreadable(source, settings)]
     fields = layer_fields(source, settings, names, "layers.0.")
+    told = overruled(settings, fields)
+    settings = {**settings, "num_hidden_layers": fields["num_hidden_layers"]}
     rope = rope_of(source, settings, fields["head_dim"], fields["num_hidden_layers"])
     window = window_of(source, settings, followed=False)
     config = DrafterConfig(
@@ -76,6 +79,7 @@ def plan_eagle(
         rope.note,
         window.note,
         *lines[:1],
+        *told,
         f"{lines[1]}{' (the copy in the file is not read)' if head else ''}",
     )
     doubts = (*warnings, *rope.warnings, *window.warnings)

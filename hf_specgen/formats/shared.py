@@ -95,17 +95,18 @@ def required(source: Source, settings: Mapping[str, Any], key: str) -> Any:
 def layer_fields(source: Source, settings: Mapping[str, Any], names: Mapping[str, str], first: str) -> dict[str, Any]:
     """Return the fields of ``DrafterConfig`` that say how layers are built; ``first`` begins the first one's names.
 
-    Which biases and norms there are is read off the tensors: configs are often wrong about them.
+    How many layers there are, how wide their heads, which biases and norms they have is read off the tensors: configs
+    are often copies of the target's.
     """
     width, heads = required(source, settings, "hidden_size"), required(source, settings, "num_attention_heads")
     return {
         "layer_type": "qwen3" if f"{first}self_attn.q_norm.weight" in names else "llama",
         "hidden_size": width,
         "intermediate_size": required(source, settings, "intermediate_size"),
-        "num_hidden_layers": settings.get("num_hidden_layers") or 1,
+        "num_hidden_layers": layers_in(names),
         "num_attention_heads": heads,
         "num_key_value_heads": settings.get("num_key_value_heads") or heads,
-        "head_dim": settings.get("head_dim") or width // heads,
+        "head_dim": _head_dim(source, settings, names, first),
         "hidden_act": settings.get("hidden_act") or "silu",
         "rms_norm_eps": settings.get("rms_norm_eps") or 1e-6,
         "max_position_embeddings": settings.get("max_position_embeddings") or 2048,
@@ -114,6 +115,31 @@ def layer_fields(source: Source, settings: Mapping[str, Any], names: Mapping[str
         "fc_bias": "fc.bias" in names,
         "vocab_size": required(source, settings, "vocab_size"),
     }
+
+
+def layers_in(names: Mapping[str, str]) -> int:
+    """Return how many decoder layers there are by our names of the tensors; the first one always is."""
+    numbers = [name.split(".")[1] for name in names if name.startswith("layers.")]
+    return 1 + max((int(number) for number in numbers if number.isdigit()), default=0)
+
+
+def _head_dim(source: Source, settings: Mapping[str, Any], names: Mapping[str, str], first: str) -> int:
+    """Return how wide a head is by the first layer's tensors; by the config where they fit no number of heads."""
+    heads = settings["num_attention_heads"]
+    said = int(settings.get("head_dim") or settings["hidden_size"] // heads)
+    parts = ("q_proj", "k_proj", "q_norm")
+    shapes = {part: source.shapes.get(names.get(f"{first}self_attn.{part}.weight", ""), ()) for part in parts}
+    rows = {part: shape[0] if shape else 0 for part, shape in shapes.items()}
+    found = rows["q_norm"] or rows["q_proj"] // heads
+    counts = {"q_proj": heads, "k_proj": settings.get("num_key_value_heads") or heads}
+    return found if found and all(rows[part] == found * count for part, count in counts.items()) else said
+
+
+def overruled(settings: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """Say where the tensors contradict what a config says about the layers."""
+    said = {name: settings.get(name) for name in ("num_hidden_layers", "head_dim")}
+    wrong = {name: value for name, value in said.items() if value not in (None, fields[name])}
+    return tuple(f"config says {name}={value}, the tensors say {fields[name]}" for name, value in wrong.items())
 
 
 def window_of(source: Source, settings: Mapping[str, Any], followed: bool = True) -> Found:

@@ -61,6 +61,7 @@ class VllmEagle3(Layout):
             draft_vocab_size=config.get("draft_vocab_size"),
             layer_type=settings["model_type"],
             windows=True,
+            own_depth=True,
             # vLLM takes True where the key is absent, the library that wrote the file False: vLLM is what serves it
             norm_before_residual=True if before is None else bool(before),
             norm_output=bool(config.get("norm_output")),
