@@ -6,7 +6,7 @@ import copy
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -120,6 +120,7 @@ def open_checkpoint(name: str | Path, options: ReadOptions, settings: Mapping[st
     check_overrides(asked)
     source = open_source(name, hub)
     layout = identify(source)
+    options = replace(options, given=asked)
     return Opened(source, layout, options, layout.plan(source, options), asked)
 
 

@@ -38,14 +38,16 @@ class Source:
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """Hold what the caller decides: the target's facts if known, and how layer ids are to be understood.
+    """Hold what the caller decides: the target's facts if known, how layer ids are to be understood, and settings.
 
     ``aux_layer_convention``: ``boundary`` (ids name residual streams), ``layer_output`` (ids name decoder layers,
-    boundary = id + 1) or None: as the layout's producer means them.
+    boundary = id + 1) or None: as the layout's producer means them. ``given``: fields of ``DrafterConfig`` that replace
+    what the checkpoint says, so that nothing is in doubt about them.
     """
 
     target: TargetFacts = field(default_factory=TargetFacts)
     aux_layer_convention: str | None = None
+    given: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

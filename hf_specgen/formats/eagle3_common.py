@@ -12,7 +12,6 @@ from hf_specgen.drafter_config import DrafterConfig
 from hf_specgen.errors import IncompatibleDrafter
 from hf_specgen.formats.base import Checkpoint, Plan, ReadOptions, Source
 from hf_specgen.formats.layer_ids import BOUNDARY, LAYER_OUTPUT, LayerIds, resolve
-from hf_specgen.formats.rope import rope_of
 from hf_specgen.formats.shapes import DEFAULT_TAKEN
 from hf_specgen.formats.shared import (
     PROBE,
@@ -23,9 +22,9 @@ from hf_specgen.formats.shared import (
     output_biases,
     overruled,
     refuse_unreadable,
+    rope_and_window,
     short_names,
     vocabulary_line,
-    window_of,
     with_output_biases,
 )
 from hf_specgen.formats.vocabulary import check_map
@@ -136,14 +135,13 @@ def plan_eagle3(source: Source, options: ReadOptions, reading: Reading) -> Plan:
     names = eagle3_names(source)
     shapes = {short: tuple(source.shapes[full]) for short, full in names.items()}
     layers = _target_layers(source, options, reading)
-    bounds = resolve(source.name, reading.ids, layers, options.aux_layer_convention)
+    bounds = resolve(source.name, ids_of(reading.ids, options), layers, options.aux_layer_convention)
     fields = layer_fields(source, settings, names, FIRST)
     fields["layer_type"] = reading.layer_type or fields["layer_type"]
     told = () if reading.own_depth else overruled(settings, fields)
     fields["num_hidden_layers"] = settings["num_hidden_layers"] if reading.own_depth else fields["num_hidden_layers"]
     settings = {**settings, "num_hidden_layers": fields["num_hidden_layers"]}
-    rope = rope_of(source, settings, fields["head_dim"], fields["num_hidden_layers"])
-    window = window_of(source, settings, reading.windows)
+    rope, window = rope_and_window(source, settings, fields, options, reading.windows)
     if shapes.get("fc.weight", (0, 0))[1] == fields["hidden_size"]:
         warnings.append("fc reads as many features as the drafter is wide: readers that go by width leave it out.")
     config = DrafterConfig(
@@ -213,6 +211,12 @@ def served_flags(config: DrafterConfig) -> dict[str, Any]:
         **({IDS: list(taken)} if taken else {}),
         "eagle_config": {**listed, "use_aux_hidden_state": True, "norm_before_fc": config.norm_before_fc},
     }
+
+
+def ids_of(listed: LayerIds, options: ReadOptions) -> LayerIds:
+    """Return the layer ids of a checkpoint, or the boundaries that the caller gives in their place."""
+    given = options.given.get(OURS)
+    return listed if given is None else LayerIds(tuple(given), stated=True, by="the caller")
 
 
 def convention_of(source: Source) -> str:

@@ -11,7 +11,6 @@ import torch
 from hf_specgen.drafter_config import DrafterConfig
 from hf_specgen.errors import IncompatibleDrafter
 from hf_specgen.formats.base import Checkpoint, Plan, ReadOptions, Source
-from hf_specgen.formats.rope import rope_of
 from hf_specgen.formats.shared import (
     PROBE,
     floats_only,
@@ -21,8 +20,8 @@ from hf_specgen.formats.shared import (
     output_biases,
     overruled,
     refuse_unreadable,
+    rope_and_window,
     vocabulary_line,
-    window_of,
     with_output_biases,
 )
 
@@ -47,8 +46,7 @@ def plan_eagle(
     fields = layer_fields(source, settings, names, "layers.0.")
     told = overruled(settings, fields)
     settings = {**settings, "num_hidden_layers": fields["num_hidden_layers"]}
-    rope = rope_of(source, settings, fields["head_dim"], fields["num_hidden_layers"])
-    window = window_of(source, settings, followed=False)
+    rope, window = rope_and_window(source, settings, fields, options, followed=False)
     config = DrafterConfig(
         method="eagle",
         **fields,

@@ -13,3 +13,8 @@ class Found:
     value: Any
     note: str
     warnings: tuple[str, ...] = ()
+
+    @classmethod
+    def given(cls, what: str, value: Any) -> Found:
+        """Return what the caller decided: nothing in the file can put it in doubt."""
+        return cls(value, f"{what}: {value}, as the caller says")

@@ -19,13 +19,14 @@ class LayerIds:
 
     ``ids``: None where it lists none. ``convention``: ``boundary`` (id b: the stream after b layers) or
     ``layer_output`` (id i: what layer i returns, boundary i + 1). ``certain``: nobody writes this layout otherwise.
-    ``stated``: the config itself calls them boundaries.
+    ``stated``: they are called boundaries, ``by`` the config itself or by the caller.
     """
 
     ids: tuple[int, ...] | None
     convention: str = BOUNDARY
     certain: bool = False
     stated: bool = False
+    by: str = "the config"
 
 
 def default_boundaries(layers: int) -> tuple[int, ...]:
@@ -46,7 +47,7 @@ def resolve(source: str, listed: LayerIds, layers: int, asked: str | None) -> Fo
     ids = tuple(int(index) for index in listed.ids)
     convention, why, doubt = _meaning(listed, ids, layers)
     if asked and listed.stated:
-        doubt = (f"aux_layer_convention={asked!r} has no effect: the config states boundaries.",)
+        doubt = (f"aux_layer_convention={asked!r} has no effect: {listed.by} states boundaries.",)
     elif asked:
         convention, why, doubt = asked, "as asked", ()
     bounds = [index + (convention == LAYER_OUTPUT) for index in ids]
@@ -78,7 +79,7 @@ def _by_default(source: str, layers: int, asked: str | None) -> Found:
 def _meaning(listed: LayerIds, ids: tuple[int, ...], layers: int) -> tuple[str, str, tuple[str, ...]]:
     """Return convention, reason and doubts: what cannot be otherwise first, what the ids suggest, then the producer."""
     if listed.stated:
-        return BOUNDARY, "as the config states", ()
+        return BOUNDARY, f"as {listed.by} states", ()
     if layers and max(ids) == layers:
         return BOUNDARY, f"since no layer has the index {layers}", ()
     if listed.certain:

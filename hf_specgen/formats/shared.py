@@ -14,9 +14,9 @@ from torch import Tensor
 
 from hf_specgen.drafter_config import PART, DrafterConfig
 from hf_specgen.errors import IncompatibleDrafter
-from hf_specgen.formats.base import Checkpoint, Source, check_names
+from hf_specgen.formats.base import Checkpoint, ReadOptions, Source, check_names
 from hf_specgen.formats.found import Found
-from hf_specgen.formats.rope import DEFAULT_BASE
+from hf_specgen.formats.rope import DEFAULT_BASE, rope_of
 from hf_specgen.formats.shapes import state_shapes
 
 QUANTISED = (
@@ -140,6 +140,23 @@ def overruled(settings: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple[s
     said = {name: settings.get(name) for name in ("num_hidden_layers", "head_dim")}
     wrong = {name: value for name, value in said.items() if value not in (None, fields[name])}
     return tuple(f"config says {name}={value}, the tensors say {fields[name]}" for name, value in wrong.items())
+
+
+def rope_and_window(
+    source: Source, settings: Mapping[str, Any], fields: Mapping[str, Any], options: ReadOptions, followed: bool
+) -> tuple[Found, Found]:
+    """Return rotary settings and window of the layers: what the caller gives, else what the config says.
+
+    ``followed``: see ``window_of``. Raises: ``IncompatibleDrafter`` as ``rope_of`` and ``window_of`` do.
+    """
+    given = options.given
+    if given.get("rope_parameters") is not None:
+        rope = Found.given("rope", dict(given["rope_parameters"]))
+    else:
+        rope = rope_of(source, settings, fields["head_dim"], fields["num_hidden_layers"])
+    if "sliding_window" in given:
+        return rope, Found.given("sliding window", given["sliding_window"])
+    return rope, window_of(source, settings, followed)
 
 
 def window_of(source: Source, settings: Mapping[str, Any], followed: bool = True) -> Found:

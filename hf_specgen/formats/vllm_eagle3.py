@@ -68,7 +68,7 @@ class VllmEagle3(Layout):
             claims=frozenset(name for name in ("norm_before_fc", "fc_norm") if config.get(name)),
             target=trained,
             notes=told,
-            warnings=_doubts(None if options.aux_layer_convention else ids, before),
+            warnings=_doubts(options, ids, before),
         )
         return plan_eagle3(source, options, reading)
 
@@ -145,9 +145,10 @@ def _trained_for(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, 
     return {name: value for name, value in kept.items() if value}, lines
 
 
-def _doubts(ids: list[int] | None, before: bool | None) -> tuple[str, ...]:
+def _doubts(options: ReadOptions, ids: list[int] | None, before: bool | None) -> tuple[str, ...]:
     lines = []
-    if before is None:
+    ids = None if options.aux_layer_convention or "aux_layer_boundaries" in options.given else ids
+    if before is None and "norm_before_residual" not in options.given:
         lines.append(
             "norm_before_residual is not in the config: read as true, as vLLM does; the speculators library itself "
             "reads false. Pass norm_before_residual=False if few drafts are accepted."
