@@ -421,3 +421,36 @@ def test_what_is_no_drafter_is_told() -> None:
     shapes = {"model.layers.0.input_layernorm.weight": torch.ones(H), "model.norm.weight": torch.ones(H)}
     with pytest.raises(IncompatibleDrafter, match=r"is no drafter checkpoint .* SmallModel"):
         read(source_of(llama_config(), shapes))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("peagle", "P-EAGLE"),
+        ("dflash", "DFlash"),
+        ("dflash2", "DFlash"),
+        ("dspark", "DSpark"),
+        ("xpress", "XPress"),
+        ("mtp", "MTP"),
+    ],
+)
+def test_other_methods_of_the_library_are_refused_with_the_reason(kind: str, name: str) -> None:
+    with pytest.raises(IncompatibleDrafter, match=f"a method that is not known here \\({name}: it "):
+        library(speculators_model_type=kind, mask_token_id=3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "changed"),
+    [
+        ({"architectures": ["PeagleLlamaForCausalLM"]}, {}),
+        ({"pard_token": 7}, {}),
+        ({}, {"mask_hidden": torch.ones(1, 1, 3 * H)}),
+        ({"architectures": ["DFlashDraftModel"]}, {}),
+        ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": [1, 3, 4]}}, {}),
+    ],
+)
+def test_parallel_drafters_of_other_layouts_are_refused_with_the_reason(settings: dict, changed: Tensors) -> None:
+    for first in ("midlayer.", "layers.0."):
+        config, tensors = eagle3_file(first, **settings)
+        with pytest.raises(IncompatibleDrafter, match="drafts all tokens in one pass"):
+            read(source_of(config, tensors | changed))

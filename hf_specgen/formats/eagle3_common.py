@@ -32,6 +32,7 @@ from hf_specgen.formats.vocabulary import check_map
 FIRST = "midlayer."
 OURS = "aux_layer_boundaries"
 IDS = "eagle_aux_hidden_state_layer_ids"
+ID_NAMES = (IDS, "aux_hidden_state_layer_ids")
 # Copies of the target's tensors that training code leaves behind.
 COPIES = frozenset({"verifier_lm_head.weight", "verifier_norm.weight"})
 
@@ -115,17 +116,28 @@ def plain_ids(source: Source, convention: str, certain: bool = False) -> LayerId
     config = source.config
     if config.get(OURS):
         return LayerIds(tuple(config[OURS]), stated=True)
-    top, inner = config.get(IDS), (config.get("eagle_config") or {}).get(IDS)
-    if not top:
-        return LayerIds(tuple(inner) if inner else None, convention, certain)
-    if not inner or [index + 1 for index in inner] == list(top):
-        return LayerIds(tuple(top), BOUNDARY, certain=bool(inner))
-    if list(top) == list(inner):
-        return LayerIds(tuple(top), convention, certain)
+    top, inner = _listed(source, config), _listed(source, config.get("eagle_config") or {})
+    if top is None:
+        return LayerIds(inner, convention, certain)
+    if inner is None or tuple(index + 1 for index in inner) == top:
+        return LayerIds(top, BOUNDARY, certain=inner is not None, served=inner is None)
+    if top == inner:
+        return LayerIds(top, convention, certain, served=True)
     raise IncompatibleDrafter(
         f"{source.name} lists the layer ids {list(top)} in {IDS} and {list(inner)} in eagle_config: equal ones are "
         "required, or the second one less. Correct its config.json."
     )
+
+
+def _listed(source: Source, settings: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Return the layer ids that settings list under either name. Raises: ``IncompatibleDrafter`` for two lists."""
+    found = {name: tuple(settings[name]) for name in ID_NAMES if settings.get(name)}
+    if len(set(found.values())) > 1:
+        raise IncompatibleDrafter(
+            f"{source.name} lists other layer ids in {' than in '.join(found)} ({found}): one list is required. "
+            "Correct its config.json."
+        )
+    return next(iter(found.values()), None)
 
 
 def plan_eagle3(source: Source, options: ReadOptions, reading: Reading) -> Plan:
