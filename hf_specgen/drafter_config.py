@@ -35,6 +35,8 @@ class DrafterConfig(PretrainedConfig):
     ``aux_layer_boundaries``: which residual streams of the target feed the drafter; boundary b is the stream after b
     decoder layers (0: the embeddings; the number of layers: before the final norm). ``rope_parameters`` are
     transformers' own; with ``partial_rotary_factor`` only the first values of every head are rotated.
+    ``layer_types``: which layers have the ``sliding_window`` (``sliding_attention``) and which see every earlier token
+    (``full_attention``); None: all are alike.
     ``tree``: None (chosen by device), ``"chain"``, a list of paths of ranks (static), or ``{"top_k", "depth",
     "nodes"}`` (dynamic). ``num_tokens``: chain length (None: as many as pay). ``sample``: draw tokens from the
     drafter's law instead of taking its best ones.
@@ -59,6 +61,7 @@ class DrafterConfig(PretrainedConfig):
         attention_bias: bool = False,
         mlp_bias: bool = False,
         sliding_window: int | None = None,
+        layer_types: list[str] | None = None,
         vocab_size: int = 512,
         draft_vocab_size: int | None = None,
         target_hidden_size: int | None = None,
@@ -88,6 +91,7 @@ class DrafterConfig(PretrainedConfig):
         self.rope_parameters = dict(rope_parameters or {"rope_type": "default", "rope_theta": 10000.0})
         self.max_position_embeddings = max_position_embeddings
         self.attention_bias, self.mlp_bias, self.sliding_window = attention_bias, mlp_bias, sliding_window
+        self.layer_types = None if layer_types is None else list(layer_types)
         self.vocab_size, self.draft_vocab_size = vocab_size, draft_vocab_size or vocab_size
         self.target_hidden_size = target_hidden_size or hidden_size
         self.own_embedding, self.own_head = own_embedding, own_head
@@ -121,6 +125,24 @@ class DrafterConfig(PretrainedConfig):
             )
         return size
 
+    @property
+    def layer_kinds(self) -> list[str]:
+        """Return the kind of every layer. Raises: ``SpecGenError`` for a list that does not fit the layers."""
+        usual = "sliding_attention" if self.sliding_window else "full_attention"
+        kinds = self.layer_types or [usual] * self.num_hidden_layers
+        unknown = set(kinds) - ({"full_attention", "sliding_attention"} if self.sliding_window else {"full_attention"})
+        if len(kinds) != self.num_hidden_layers or unknown:
+            raise SpecGenError(
+                f"layer_types={self.layer_types} with num_hidden_layers={self.num_hidden_layers} and sliding_window="
+                f"{self.sliding_window}: full_attention or, with a window, sliding_attention is required of each."
+            )
+        return kinds
+
+    @property
+    def windows(self) -> dict[str, int | None]:
+        """Return how far back layers of each kind see, None: to the first token."""
+        return {kind: self.sliding_window if kind == "sliding_attention" else None for kind in self.layer_kinds}
+
     def layer_config(self) -> PretrainedConfig:
         """Return the transformers configuration that the drafter's decoder layers are built from."""
         shared: dict[str, Any] = {
@@ -143,13 +165,13 @@ class DrafterConfig(PretrainedConfig):
         if self.rotary_size < self.head_dim:
             rope[PART] = self.rope_parameters[PART]
         if self.layer_type == "qwen3":
-            windows = {"use_sliding_window": True, "max_window_layers": 0} if self.sliding_window else {}
+            windows = {"use_sliding_window": True, "layer_types": self.layer_kinds} if self.sliding_window else {}
             layer = Qwen3Config(**shared, rope_parameters=rope, sliding_window=self.sliding_window, **windows)
         else:
             layer = LlamaConfig(**shared, rope_parameters=rope, mlp_bias=self.mlp_bias)
             if self.sliding_window:  # Llama's own attention knows no window: the cache and its mask do
                 layer.sliding_window = self.sliding_window
-                layer.layer_types = ["sliding_attention"] * self.num_hidden_layers
+                layer.layer_types = self.layer_kinds
         layer.use_qk_norm = self.layer_type == "qwen3"  # what attention that rotates a part of a head asks for
         layer._attn_implementation = self._attn_implementation or "sdpa"
         return layer

@@ -78,7 +78,8 @@ class EagleMath:
             size = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1))
             rest = made[part][..., size:]
             made[part] = torch.cat([turned(made[part][..., :size], positions, base), rest], -1)
-        if config.sliding_window:
+        layer = int(name.split(".")[1]) if name.startswith("layers.") else 0
+        if config.sliding_window and (config.layer_types is None or config.layer_types[layer] == "sliding_attention"):
             sees = sees & (positions[:, None] - positions < config.sliding_window)
         mixed = []
         for head in range(heads["q"]):

@@ -50,12 +50,21 @@ def test_sliding_windows_are_honoured(inner: dict[str, Any], window: int | None)
     assert any(str(inner["sliding_window"]) in note for note in found.notes)
 
 
-def test_layers_of_two_kinds_are_refused() -> None:
+@pytest.mark.parametrize("kinds", [["sliding_attention", "full_attention"], ["full_attention", "sliding_attention"]])
+def test_layers_of_two_kinds(kinds: list[str]) -> None:
+    """What the library's --full-attention-indices writes."""
     second = random({**layer("layers.1.", H), "layers.1.input_layernorm.weight": (H,)})
-    kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
-    config = library_config(layers=2, inner=kinds)
-    with pytest.raises(IncompatibleDrafter, match="layers of one kind"):
-        read(source_of(config, eagle3_file("layers.0.")[1] | second))
+    config = library_config(layers=2, inner={"layer_types": kinds, "sliding_window": 8})
+    found = read(source_of(config, eagle3_file("layers.0.")[1] | second))
+    assert (found.config.sliding_window, found.config.layer_types) == (8, kinds)
+    where = f"a sliding window of 8 tokens in layer {kinds.index('sliding_attention')}, else every"
+    assert any(where in note for note in found.notes)
+    assert found.warnings == ()
+
+
+def test_layers_of_unknown_kinds_are_refused() -> None:
+    with pytest.raises(IncompatibleDrafter, match="sliding_window None"):
+        library(inner={"layer_types": ["sliding_attention"]})
     with pytest.raises(IncompatibleDrafter, match="chunked_attention"):
         library(inner={"layer_types": ["chunked_attention"]})
 

@@ -64,6 +64,13 @@ BEYOND_SGLANG: dict[str, dict[str, Any]] = {
     "qwen3": {"layer_type": "qwen3", "head_dim": 8},
     "deep": {"num_hidden_layers": 3},
     "window": {"sliding_window": 8},
+    "one window": {"sliding_window": 8, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    "qwen3, one window": {
+        "layer_type": "qwen3",
+        "sliding_window": 8,
+        "num_hidden_layers": 2,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
     "qwen3 window": {"layer_type": "qwen3", "sliding_window": 8},
     "layer 1": {"aux_layer_boundaries": [1, 4, 5]},
     "boundaries like layer outputs": {"aux_layer_boundaries": [1, 3, 4]},

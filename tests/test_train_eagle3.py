@@ -29,6 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "rotated in part": {"rope_parameters": PART, "num_hidden_layers": 2},
     "norms": {"norm_before_residual": True, "fc_norm": True, "norm_output": True},
     "window": {"sliding_window": 4},
+    "one window": {"sliding_window": 3, "num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]},
     "window below steps": {"sliding_window": 2},
     "target's head": {"own_head": False},
     "own embedding": {"own_embedding": True, "norm_before_fc": True},

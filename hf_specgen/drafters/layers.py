@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +23,8 @@ from hf_specgen.errors import SpecGenError
 _NAME = "specgen_draft"
 
 Rope = tuple[Tensor, Tensor]
+Masks = Tensor | StepMask | Mapping[str, Tensor] | Mapping[str, StepMask] | None
+"""What every layer sees, or what the layers of each kind see."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class DraftLayer(nn.Module):
         classes = LayerClasses.of(layer_type, config)
         config._attn_implementation = _NAME
         self.index = index
+        self.kind = (config.to_dict().get("layer_types") or ["full_attention"] * config.num_hidden_layers)[index]
         self.self_attn = classes.attention(config, index)
         if config.attention_bias and self.self_attn.o_proj.bias is None:  # GLM's attention leaves this one out
             self.self_attn.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size)
@@ -75,17 +79,19 @@ class DraftLayer(nn.Module):
         super().__setstate__(state)
         _register()
 
-    def forward(self, states: Tensor, rope: Rope, mask: Tensor | None, cache: SlotCache | None) -> Tensor:
+    def forward(self, states: Tensor, rope: Rope, mask: Masks, cache: SlotCache | None) -> Tensor:
         """Return the residual stream behind the layer.
 
-        Shapes: ``states (B, S, H)``, ``rope`` two ``(B or 1, S, D)``, ``mask (B or 1, 1, S, T)`` bool, True where seen.
+        Shapes: ``states (B, S, H)``, ``rope`` two ``(B or 1, S, D)``, ``mask (B or 1, 1, S, T)`` bool, True where seen,
+        or one for each kind of layer.
         """
         norm = self._modules.get("input_layernorm")
         return self.run(states if norm is None else norm(states), states, rope, mask, cache)
 
-    def run(self, inputs: Tensor, residual: Tensor, rope: Rope, mask: Tensor | None, cache: SlotCache | None) -> Tensor:
+    def run(self, inputs: Tensor, residual: Tensor, rope: Rope, mask: Masks, cache: SlotCache | None) -> Tensor:
         """Attend with ``inputs (B, S, H)``, already normed, beside ``residual (B, S, H)``; then the MLP."""
-        attended, _ = self.self_attn(inputs, position_embeddings=rope, attention_mask=mask, **{self._cache_name: cache})
+        own = mask[self.kind] if isinstance(mask, Mapping) else mask
+        attended, _ = self.self_attn(inputs, position_embeddings=rope, attention_mask=own, **{self._cache_name: cache})
         residual = residual + attended
         return residual + self.mlp(self.post_attention_layernorm(residual))
 
@@ -112,7 +118,7 @@ class PairLayer(DraftLayer):
             self.self_attn.register_module(name, wide)
 
     def forward(  # type: ignore[override]
-        self, token: Tensor, feature: Tensor, rope: Rope, mask: Tensor | None, cache: SlotCache | None
+        self, token: Tensor, feature: Tensor, rope: Rope, mask: Masks, cache: SlotCache | None
     ) -> Tensor:
         """Return the stream behind the layer. Shapes: ``token, feature (B, S, H)``, else as ``DraftLayer``'s."""
         normed = self.hidden_norm(feature)

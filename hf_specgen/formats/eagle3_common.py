@@ -163,7 +163,7 @@ def plan_eagle3(source: Source, options: ReadOptions, reading: Reading) -> Plan:
         **_norms(source, reading, names),
         **_vocabulary(source, reading, shapes, fields["vocab_size"]),
         rope_parameters=rope.value,
-        sliding_window=window.value,
+        **window.value,
         aux_layer_boundaries=bounds.value,
         # a file that names no target is for the one it is loaded with: vLLM's layout must name one
         target={**({"name": options.target.name} if options.target.name else {}), **reading.target},

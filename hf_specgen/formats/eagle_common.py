@@ -53,7 +53,7 @@ def plan_eagle(
         own_embedding="embed_tokens.weight" in names,
         own_head=False,
         rope_parameters=rope.value,
-        sliding_window=window.value,
+        **window.value,
     )
     head = tuple(source.shapes[names[HEAD]]) if HEAD in names else ()
     if head and head != (config.vocab_size, config.hidden_size):

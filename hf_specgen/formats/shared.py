@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -155,12 +156,13 @@ def rope_and_window(
     else:
         rope = rope_of(source, settings, fields["head_dim"], fields["num_hidden_layers"])
     if "sliding_window" in given:
-        return rope, Found.given("sliding window", given["sliding_window"])
+        window = Found.given("sliding window", given["sliding_window"])
+        return rope, replace(window, value=windowed(window.value, given.get("layer_types")))
     return rope, window_of(source, settings, followed)
 
 
 def window_of(source: Source, settings: Mapping[str, Any], followed: bool = True) -> Found:
-    """Return the sliding window of all layers, or None. Raises: ``IncompatibleDrafter`` for layers that differ.
+    """Return the fields of ``DrafterConfig`` for the layers' window. Raises: ``IncompatibleDrafter`` for other kinds.
 
     ``followed``: False for producers whose layers attend to every token, whatever ``layer_types`` says.
     """
@@ -173,13 +175,22 @@ def window_of(source: Source, settings: Mapping[str, Any], followed: bool = True
         return _everything(kinds, size)
     if not kinds or set(kinds) == {"full_attention"}:
         unused = f" (sliding_window {size} is named, but no layer is of that kind)" if size else ""
-        return Found(None, f"attention: every earlier token{unused}")
-    if set(kinds) == {"sliding_attention"} and isinstance(size, int) and size > 0:
-        return Found(size, f"attention: a sliding window of {size} tokens in every layer")
+        return Found(windowed(None), f"attention: every earlier token{unused}")
+    sliding = isinstance(size, int) and size > 0 and len(kinds) == layers
+    if sliding and set(kinds) == {"sliding_attention"}:
+        return Found(windowed(size), f"attention: a sliding window of {size} tokens in every layer")
+    if sliding and set(kinds) == {"sliding_attention", "full_attention"}:
+        some = ", ".join(str(index) for index, kind in enumerate(kinds) if kind == "sliding_attention")
+        return Found(windowed(size, kinds), f"attention: a sliding window of {size} tokens in layer {some}, else every")
     raise IncompatibleDrafter(
-        f"{source.name} has layer_types {kinds} and sliding_window {size!r}: layers of one kind (full_attention, or "
-        "sliding_attention with a window) are required."
+        f"{source.name} has layer_types {kinds} and sliding_window {size!r}: full_attention, or sliding_attention with "
+        f"a window, is required of each of its {layers} layers."
     )
+
+
+def windowed(size: int | None, kinds: list[str] | None = None) -> dict[str, Any]:
+    """Return the fields of ``DrafterConfig`` for a window of all layers, or of those that ``kinds`` tells."""
+    return {"sliding_window": size, "layer_types": kinds}
 
 
 def _everything(kinds: list[str], size: int | None) -> Found:
@@ -187,7 +198,7 @@ def _everything(kinds: list[str], size: int | None) -> Found:
     if set(kinds) - {"full_attention"}:
         line = f"layer_types {kinds} is not followed: layers of this layout attend to every earlier token. Pass "
         warnings = (f"{line}sliding_window={size} if the drafter was trained otherwise.",)
-    return Found(None, "attention: every earlier token", warnings)
+    return Found(windowed(None), "attention: every earlier token", warnings)
 
 
 def match(
@@ -272,7 +283,6 @@ def layer_settings(checkpoint: Checkpoint) -> dict[str, Any]:
     config = checkpoint.config
     rope = dict(config.rope_parameters)
     base = rope.pop("rope_theta", DEFAULT_BASE)
-    kinds = "sliding_attention" if config.sliding_window else "full_attention"
     plain = (
         "hidden_size",
         "intermediate_size",
@@ -296,7 +306,7 @@ def layer_settings(checkpoint: Checkpoint) -> dict[str, Any]:
         "rope_scaling": None if rope.get("rope_type", "default") == "default" else rope,
         "rope_parameters": {**rope, "rope_theta": base},
         **({PART: rope[PART]} if PART in rope else {}),  # SGLang reads it there, vLLM in either place
-        "layer_types": [kinds] * config.num_hidden_layers,
+        "layer_types": config.layer_kinds,
         "use_sliding_window": bool(config.sliding_window),
         "tie_word_embeddings": False,
         "use_cache": True,

@@ -42,7 +42,7 @@ SHARED = (
     "vocab_size",
 )
 # The layer type is ``model_type`` there, the rope and the window stand there in the engines' own ways.
-TOLD_OTHERWISE = ("layer_type", "rope_parameters", "sliding_window")
+TOLD_OTHERWISE = ("layer_type", "rope_parameters", "sliding_window", "layer_types")
 ARCHITECTURES = {"eagle3": "LlamaForCausalLMEagle3", "eagle": "LlamaForCausalLMEagle", "medusa": "MedusaDrafter"}
 OURS = (
     "SpecGenDrafter"  # some rows of the target's head: no engine reads that, and none may take it for another drafter
@@ -136,7 +136,7 @@ def read_config(source: Source) -> DrafterConfig:
             "A newer hf_specgen may know it."
         )
     shared = {name: settings[name] for name in SHARED if name in settings}
-    config = DrafterConfig(**shared, **own, layer_type=layer_type, sliding_window=window_of(source, settings).value)
+    config = DrafterConfig(**shared, **own, layer_type=layer_type, **window_of(source, settings).value)
     if config.method != "medusa":  # has no layers
         config.rope_parameters = rope_of(source, settings, config.head_dim, config.num_hidden_layers).value
     return config
