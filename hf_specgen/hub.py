@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_specgen.drafter_config import DrafterConfig
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError
 from hf_specgen.files import CONFIG, HubOptions, Shape, find_files, read_json, read_tensors, weight_files
-from hf_specgen.formats.base import Checkpoint, Layout, Plan, ReadOptions, Source, detect
+from hf_specgen.formats.base import Checkpoint, Layout, Plan, ReadOptions, Source, detect, other_method
 
 INT_MAPS = ("d2t", "t2d")
 NOT_CHANGED = ("self", "kwargs", "method", "target")
@@ -179,7 +179,7 @@ def identify(source: Source) -> Layout:
     try:
         return detect(source)
     except IncompatibleDrafter:
-        if not is_whole_model(source):
+        if other_method(source) or not is_whole_model(source):
             raise
     kind = (source.config.get("architectures") or ["a causal language model"])[0]
     raise IncompatibleDrafter(

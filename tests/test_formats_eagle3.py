@@ -289,7 +289,7 @@ def test_a_norm_of_each_feature() -> None:
         plain(norms | {"input_norm.weight": torch.randn(3 * H)})
 
 
-def test_norm_output_is_what_the_engines_take_it_for() -> None:
+def test_norm_output_is_read_as_it_is_served() -> None:
     """SGLang and vLLM feed back normed states; SpecForge meant plain EAGLE-3 by it until September 2026."""
     found = plain(norm_output=True, **NESTED)
     assert (found.layout, found.config.norm_output) == ("sglang-eagle3", True)
