@@ -65,9 +65,8 @@ class DraftLayer(nn.Module):
         self.index = index
         self.kind = (config.to_dict().get("layer_types") or ["full_attention"] * config.num_hidden_layers)[index]
         self.self_attn = classes.attention(config, index)
-        if (
-            config.attention_bias and self.self_attn.get_submodule("o_proj")._parameters["bias"] is None
-        ):  # GLM's attention leaves this one out
+        bias = self.self_attn.get_submodule("o_proj")._parameters["bias"]
+        if config.attention_bias and bias is None:  # GLM's attention leaves this one out
             self.self_attn.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size)
         self.mlp = classes.mlp(config)
         self.post_attention_layernorm = self._norm(classes, config)
