@@ -6,7 +6,7 @@ import copy
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_specgen.drafter_config import DrafterConfig
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError
 from hf_specgen.files import CONFIG, HubOptions, Shape, find_files, read_json, read_tensors, weight_files
-from hf_specgen.formats.base import Checkpoint, Layout, Plan, ReadOptions, Source, detect
+from hf_specgen.formats.base import Checkpoint, Layout, Plan, ReadOptions, Source, detect, other_method
 
 INT_MAPS = ("d2t", "t2d")
 NOT_CHANGED = ("self", "kwargs", "method", "target")
@@ -120,6 +120,7 @@ def open_checkpoint(name: str | Path, options: ReadOptions, settings: Mapping[st
     check_overrides(asked)
     source = open_source(name, hub)
     layout = identify(source)
+    options = replace(options, given=asked)
     return Opened(source, layout, options, layout.plan(source, options), asked)
 
 
@@ -178,7 +179,7 @@ def identify(source: Source) -> Layout:
     try:
         return detect(source)
     except IncompatibleDrafter:
-        if not is_whole_model(source):
+        if other_method(source) or not is_whole_model(source):
             raise
     kind = (source.config.get("architectures") or ["a causal language model"])[0]
     raise IncompatibleDrafter(

@@ -165,8 +165,8 @@ def first_agreement(drafter: FeatureDrafter, target: PreTrainedModel, ids: Tenso
     features = drafter.fuse(tuple(layer[:, :-1] for layer in hidden))
     places = torch.arange(ids.shape[1] - 1, device=device)
     back = places[:, None] - places[None]
-    window = drafter.config.sliding_window or len(places)
-    mask = (back >= 0) & (back < window)
-    states = drafter.step(ids[:, 1:], features, places[None], mask[None, None], None)
+    sees = {kind: (back >= 0) & (back < (window or len(places))) for kind, window in drafter.config.windows.items()}
+    masks = {kind: mask[None, None] for kind, mask in sees.items()}
+    states = drafter.step(ids[:, 1:], features, places[None], masks, None)
     guesses = drafter.to_target(drafter.logits(states).argmax(-1))
     return float((guesses == best[:, 1:]).float().mean())

@@ -75,8 +75,11 @@ class EagleMath:
         for part in ("q", "k"):
             if f"{name}.{part}_norm.weight" in self.state:
                 made[part] = self.norm(f"{name}.{part}_norm", made[part])
-            made[part] = turned(made[part], positions, base)
-        if config.sliding_window:
+            size = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1))
+            rest = made[part][..., size:]
+            made[part] = torch.cat([turned(made[part][..., :size], positions, base), rest], -1)
+        layer = int(name.split(".")[1]) if name.startswith("layers.") else 0
+        if config.sliding_window and (config.layer_types is None or config.layer_types[layer] == "sliding_attention"):
             sees = sees & (positions[:, None] - positions < config.sliding_window)
         mixed = []
         for head in range(heads["q"]):

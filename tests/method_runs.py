@@ -94,10 +94,10 @@ def rolled_out(drafter: Any, ids: Tensor, features: Tensor, steps: int) -> list[
     for depth in range(min(steps, ids.shape[1] - 2 - pair)):
         width = pair + 1 + depth
         place = torch.arange(width)
-        mask = place[:, None] >= place
-        if drafter.config.sliding_window:
-            mask = mask & (place[:, None] - place < drafter.config.sliding_window)
-        states = drafter.step(ids[:, 1 : width + 1], features, place[None], mask[None, None], None)
+        every = place[:, None] >= place
+        near = every & (place[:, None] - place < (drafter.config.sliding_window or width))
+        masks = {"full_attention": every[None, None], "sliding_attention": near[None, None]}
+        states = drafter.step(ids[:, 1 : width + 1], features, place[None], masks, None)
         features = torch.cat((features, states[:, -1:]), 1)
         found.append(states[0, -1])
     return found

@@ -135,7 +135,8 @@ def eagle3_file(first: str = "midlayer.", **settings: Any) -> tuple[dict[str, An
 
 def library_config(layers: int = 1, **settings: Any) -> dict[str, Any]:
     """Return a config of the speculators library: the layers' settings nested."""
-    inner = llama_config(num_hidden_layers=layers, head_dim=H // A, rope_theta=500.0, **settings.pop("inner", {}))
+    own = {"num_hidden_layers": layers, "head_dim": H // A, "rope_theta": 500.0, **settings.pop("inner", {})}
+    inner = llama_config(**own)
     return {
         "architectures": ["Eagle3Speculator"],
         "auto_map": {"": "config.Eagle3SpeculatorConfig"},

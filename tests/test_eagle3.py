@@ -200,3 +200,16 @@ def test_the_text_of_drawn_drafts_follows_the_targets_law(name: str) -> None:
         found = ours(model, watch, rows, seed=7, rule=rule, max_new_tokens=3, **how)
         assert watch.longest >= 1 and any(round.draft.q is not None for round in watch.rounds)
         assert (p_value(found[:, 3:], law, VOCAB) > 1e-3) == holds
+
+
+@pytest.mark.parametrize(
+    ("rope", "reason"),
+    [
+        ({"partial_rotary_factor": 0.0}, "above 0 and at most 1"),
+        ({"partial_rotary_factor": 0.4}, "an even number"),
+        ({"rotary_dim": 4}, "not rotary_dim"),
+    ],
+)
+def test_rotary_settings_that_mean_nothing_are_refused(rope: dict, reason: str) -> None:
+    with pytest.raises(SpecGenError, match=reason):
+        drafter_of("eagle3", rope_parameters={"rope_type": "default", "rope_theta": 1e4, **rope})

@@ -120,12 +120,14 @@ def run(model, method: str, shape: str, **settings: object) -> Witness:
 
 
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+PART = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25}, "head_dim": 16}
 EAGLE: dict[str, dict[str, object]] = {
     "plain": {},
     "bias": {"fc_bias": True, **ROPE},
     "qwen3, own embedding": {"layer_type": "qwen3", "own_embedding": True, "rms_norm_eps": 1e-3},
     "two layers, biases": {"num_hidden_layers": 2, "attention_bias": True, "mlp_bias": True, "head_dim": 16},
     "window": {"sliding_window": 4, "num_key_value_heads": 1},
+    "rotated in part": {"attention_bias": True, **PART},
 }
 EAGLE3: dict[str, dict[str, object]] = {
     "plain": {"reduced": True},
@@ -134,6 +136,8 @@ EAGLE3: dict[str, dict[str, object]] = {
     "fc norm, norm output": {"fc_norm": True, "norm_output": True, "layer_type": "qwen3"},
     "two layers, biases": {"num_hidden_layers": 2, "attention_bias": True, "mlp_bias": True, "reduced": True},
     "window": {"sliding_window": 4, "num_hidden_layers": 2, "norm_output": True},
+    "rotated in part": {"layer_type": "qwen3", "num_hidden_layers": 2, **PART},
+    "one window": {"sliding_window": 3, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
     "the target's head": {"own_head": False, "rms_norm_eps": 1e-3},
     "five features": {"aux_layer_boundaries": [0, 1, 2, 3, 2], "reduced": True},
 }

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support_formats import (
+    FACTS,
     OPTIONS,
     VD,
     A,
@@ -28,7 +29,7 @@ from support_formats import (
 from torch import Tensor
 
 from hf_specgen.errors import IncompatibleDrafter
-from hf_specgen.formats.base import Checkpoint, detect
+from hf_specgen.formats.base import Checkpoint, ReadOptions, detect
 
 Tensors = dict[str, Tensor]
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -288,12 +289,52 @@ def test_a_norm_of_each_feature() -> None:
         plain(norms | {"input_norm.weight": torch.randn(3 * H)})
 
 
-def test_norm_output_of_specforge_is_not_followed() -> None:
+def test_norm_output_is_read_as_it_is_served() -> None:
+    """SGLang and vLLM feed back normed states; SpecForge meant plain EAGLE-3 by it until September 2026."""
     found = plain(norm_output=True, **NESTED)
-    assert (found.layout, found.config.norm_output) == ("sglang-eagle3", False)
-    assert "Pass norm_output=True" in found.warnings[0]
-    assert plain(norm_output=False).warnings == ()
+    assert (found.layout, found.config.norm_output) == ("sglang-eagle3", True)
+    assert "Pass norm_output=False" in found.warnings[0] and len(found.warnings) == 1
+    config, tensors = eagle3_file("layers.0.", norm_output=True, **NESTED)  # NeMo and Model Optimizer
+    numbered = read(source_of(config, tensors))
+    assert (numbered.layout, numbered.config.norm_output, numbered.warnings) == ("modelopt-eagle3", True, ())
+    for said in (False, None):
+        assert (plain(norm_output=said).config.norm_output, plain(norm_output=said).warnings) == (False, ())
     assert library(norm_output=True).config.norm_output  # the library means EAGLE-3.1 by it
+    assert library(norm_output=True).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("settings", "given"),
+    [
+        ({"norm_output": True}, {"norm_output": False}),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 4}, {"sliding_window": 4}),
+        ({"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}}, {"rope_parameters": {"rope_theta": 7.0}}),
+        ({"eagle_config": {IDS: [0, 3, 5]}}, {"aux_layer_boundaries": [1, 4, 6]}),
+    ],
+)
+def test_what_the_caller_decides_is_in_no_doubt(settings: dict[str, Any], given: dict[str, Any]) -> None:
+    config, tensors = eagle3_file(**{**NESTED, **settings})
+    assert len(read(source_of(config, tensors)).warnings) == 1
+    decided = ReadOptions(FACTS, given=given)
+    assert read(source_of(config, tensors), decided).warnings == ()
+    for warned in (read(source_of(config, tensors), ReadOptions(FACTS, given={"rms_norm_eps": 1.0})).warnings,):
+        assert len(warned) == 1
+
+
+def test_a_decision_of_the_library_is_in_no_doubt() -> None:
+    config, tensors = library_config(norm_before_residual=None), eagle3_file("layers.0.")[1]
+    assert len(read(source_of(config, tensors)).warnings) == 1
+    assert read(source_of(config, tensors), ReadOptions(FACTS, given={"norm_before_residual": False})).warnings == ()
+
+
+def test_boundaries_that_the_caller_gives_replace_ids_that_cannot_be() -> None:
+    config, tensors = eagle3_file(eagle_config={IDS: [1, 4, 99]})
+    with pytest.raises(IncompatibleDrafter, match="do not fit"):
+        read(source_of(config, tensors))
+    found = read(source_of(config, tensors), ReadOptions(FACTS, given={"aux_layer_boundaries": [1, 4, 6]}))
+    assert found.config.aux_layer_boundaries == [1, 4, 6]
+    with pytest.raises(IncompatibleDrafter, match="not 2 layers"):
+        read(source_of(config, tensors), ReadOptions(FACTS, given={"aux_layer_boundaries": [1, 4]}))
 
 
 def test_norm_before_residual_absent_follows_who_serves_it() -> None:
@@ -380,3 +421,36 @@ def test_what_is_no_drafter_is_told() -> None:
     shapes = {"model.layers.0.input_layernorm.weight": torch.ones(H), "model.norm.weight": torch.ones(H)}
     with pytest.raises(IncompatibleDrafter, match=r"is no drafter checkpoint .* SmallModel"):
         read(source_of(llama_config(), shapes))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("peagle", "P-EAGLE"),
+        ("dflash", "DFlash"),
+        ("dflash2", "DFlash"),
+        ("dspark", "DSpark"),
+        ("xpress", "XPress"),
+        ("mtp", "MTP"),
+    ],
+)
+def test_other_methods_of_the_library_are_refused_with_the_reason(kind: str, name: str) -> None:
+    with pytest.raises(IncompatibleDrafter, match=f"a method that is not known here \\({name}: it "):
+        library(speculators_model_type=kind, mask_token_id=3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "changed"),
+    [
+        ({"architectures": ["PeagleLlamaForCausalLM"]}, {}),
+        ({"pard_token": 7}, {}),
+        ({}, {"mask_hidden": torch.ones(1, 1, 3 * H)}),
+        ({"architectures": ["DFlashDraftModel"]}, {}),
+        ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": [1, 3, 4]}}, {}),
+    ],
+)
+def test_parallel_drafters_of_other_layouts_are_refused_with_the_reason(settings: dict, changed: Tensors) -> None:
+    for first in ("midlayer.", "layers.0."):
+        config, tensors = eagle3_file(first, **settings)
+        with pytest.raises(IncompatibleDrafter, match="drafts all tokens in one pass"):
+            read(source_of(config, tensors | changed))

@@ -41,6 +41,12 @@ def library(ids: list[int] | None, layers: int, asked: str | None = None) -> Che
     return read(source_of(library_config(**{IDS: ids}), tensors), options(layers, asked))
 
 
+def top(ids: list[int], layers: int, inner: list[int] | None = None, asked: str | None = None) -> Checkpoint:
+    """Read a flat file with ids at the top, where vLLM looks for them."""
+    config, tensors = eagle3_file(**nested_in(inner), **{IDS: ids})
+    return read(source_of(config, tensors), options(layers, asked))
+
+
 def deepspec(ids: list[int], layers: int, told: int | None = None, asked: str | None = None) -> Checkpoint:
     vocab = FACTS.vocab_size
     tensors = random(shapes_of("layers.0.", len(ids), vocab) | {"embed_tokens.weight": (vocab, H)})
@@ -87,15 +93,62 @@ def test_published_ids_that_follow_no_rule() -> None:
     assert bounds(specforge([2, 30, 58], 0)) == [2, 30, 58]  # the target is not known
     assert bounds(modelopt([24, 30, 36], 36)) == [24, 30, 36]  # a boundary of 36 layers, no layer
     assert bounds(modelopt([24, 30, 36], 0, before_fc=True)) == [24, 30, 36]
-    assert bounds(library([1, 23, 44], 48)) == [1, 23, 44]
+
+
+@pytest.mark.parametrize("layers", [*LAYERS, 48])
+def test_ids_that_were_copied_from_layer_outputs(layers: int) -> None:
+    """The speculators library's own example passes [1, 23, 44] for 48 layers: NVIDIA's ids, which are layer outputs."""
+    outputs, rule = [1, layers // 2 - 1, layers - 4], [2, layers // 2, layers - 3]
+    for known in (layers, 0):
+        for found in (library(outputs, known), top(outputs, known), top(outputs, known, outputs)):
+            assert bounds(found) == rule
+            (warning,) = found.warnings
+            assert "copied" in warning and "vLLM would feed other features" in warning and "calibrate" in warning
+    assert bounds(library(outputs, layers, "boundary")) == outputs
+    assert library(outputs, layers, "boundary").warnings == top(outputs, layers, asked="layer_output").warnings == ()
+
+
+def test_ids_at_the_top_are_boundaries() -> None:
+    """vLLM reads them there, and nobody else."""
+    for found in (top([1, 17, 33], 36), top([4, 17, 30], 36), top([4, 17, 30], 0), library([1, 20, 30], 36)):
+        assert "may be meant as boundaries or as layer outputs; they are read as boundary" in found.warnings[0]
+        assert len(found.warnings) == 1
+    assert bounds(top([1, 17, 33], 36)) == [1, 17, 33]
+    assert bounds(library([1, 20, 30], 36)) == [1, 20, 30]
+    rule = top([2, 18, 33], 36)
+    assert (bounds(rule), rule.warnings) == ([2, 18, 33], ())
+    last = top([24, 30, 36], 36)
+    assert (bounds(last), last.warnings) == ([24, 30, 36], ())
+    assert bounds(top([1, 17, 33], 36, [1, 17, 33])) == [2, 18, 34]  # the same list twice: the producer's meaning
+    assert len(top([1, 17, 33], 36, [1, 17, 33]).warnings) == 1
+
+
+def test_ids_under_their_other_name() -> None:
+    name = "aux_hidden_state_layer_ids"
+    for first in ("midlayer.", "layers.0."):
+        config, tensors = eagle3_file(first, eagle_config={name: [1, 15, 28]})
+        found = read(source_of(config, tensors), options(32))
+        assert (bounds(found), found.warnings) == ([2, 16, 29], ())
+        config, tensors = eagle3_file(first, eagle_config={name: [1, 11, 21], IDS: [1, 11, 21]})
+        assert bounds(read(source_of(config, tensors), options(32))) == [2, 12, 22]
+        config, tensors = eagle3_file(first, eagle_config={name: [1, 11, 21], IDS: [1, 12, 21]})
+        with pytest.raises(IncompatibleDrafter, match="one list is required"):
+            read(source_of(config, tensors), options(32))
+    config, tensors = eagle3_file(eagle_config={}, **{name: [2, 16, 29]})
+    assert bounds(read(source_of(config, tensors), options(32))) == [2, 16, 29]
+
+
+def test_guesses_warn() -> None:
+    """Where the target is not known, ids that begin with 2 say nothing unless they are a published rule's."""
+    assert specforge([2, 30, 58], 0).warnings == ()
+    assert len(specforge([2, 20, 58], 0).warnings) == 1
+    assert specforge([1, 17, 33], 0).warnings == ()  # as SpecForge writes them and SGLang reads them
 
 
 def test_doubtful_ids_are_read_as_the_producer_means_them_with_a_warning() -> None:
     found = specforge([4, 17, 30], 36)
     assert bounds(found) == [5, 18, 31]
     assert "aux_layer_convention" in found.warnings[0]
-    copied = library([1, 23, 44], 48)
-    assert "copied" in copied.warnings[0]
     assert library([1, 23, 44], 48, "layer_output").warnings == ()
 
 

@@ -20,13 +20,16 @@ from hf_specgen.taps import FINAL, Taps
 from hf_specgen.trainers.losses import Objective
 
 STEPS, DECAY, LENGTH = 3, 0.5, 10
+PART = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "reduced": {"reduced": True},
     "two layers": {"num_hidden_layers": 2, "reduced": True},
     "qwen3": {"layer_type": "qwen3", "head_dim": 8},
+    "rotated in part": {"rope_parameters": PART, "num_hidden_layers": 2},
     "norms": {"norm_before_residual": True, "fc_norm": True, "norm_output": True},
     "window": {"sliding_window": 4},
+    "one window": {"sliding_window": 3, "num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]},
     "window below steps": {"sliding_window": 2},
     "target's head": {"own_head": False},
     "own embedding": {"own_embedding": True, "norm_before_fc": True},

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from hf_specgen.cache import SlotCache
 from hf_specgen.drafter_config import DrafterConfig
 from hf_specgen.drafters.features import FeatureDrafter
-from hf_specgen.drafters.layers import DraftLayer
+from hf_specgen.drafters.layers import DraftLayer, Masks
 from hf_specgen.drafters.learned import Objective, TrainingOutput
 from hf_specgen.drafters.unrolling import Lesson, chosen, drafted, judge, weighted
 from hf_specgen.errors import SpecGenError
@@ -70,7 +70,7 @@ class EagleDrafter(FeatureDrafter):
         inputs = input_ids, features, last_hidden, loss_mask, objective, target_head, document_ids, weights, wants_rates
         lesson = Lesson(*inputs)
         depth = max(steps, told_steps) if wants_rates else steps
-        states = drafted(self, lesson, depth, self.config.sliding_window)
+        states = drafted(self, lesson, depth, self.config.windows)
         shares = [decay**step * (step < steps) for step in range(depth)]
         found = judge(self, lesson, states, [share * part for part in shares])
         loss = found.loss_sum
@@ -95,9 +95,7 @@ class EagleDrafter(FeatureDrafter):
         """Return the features as they are."""
         return hidden[0].to(self.fc.weight.dtype)
 
-    def step(
-        self, tokens: Tensor, features: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache | None
-    ) -> Tensor:
+    def step(self, tokens: Tensor, features: Tensor, positions: Tensor, mask: Masks, cache: SlotCache | None) -> Tensor:
         """Join token and feature, run the layers, see ``FeatureDrafter``."""
         states: Tensor = self.fc(torch.cat((self.embed(tokens).to(features.dtype), features), -1))
         rope = self.rotary(states, positions)

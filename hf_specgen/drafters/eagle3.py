@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from hf_specgen.cache import SlotCache
 from hf_specgen.drafter_config import DrafterConfig
 from hf_specgen.drafters.features import FeatureDrafter
-from hf_specgen.drafters.layers import DraftLayer, LayerClasses, PairLayer
+from hf_specgen.drafters.layers import DraftLayer, LayerClasses, Masks, PairLayer
 from hf_specgen.drafters.learned import Objective, TrainingOutput
 from hf_specgen.drafters.unrolling import Lesson, unroll
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError
@@ -75,7 +75,7 @@ class Eagle3Drafter(FeatureDrafter):
         head reads, ``target_head (V, D)``: its weight. Step k counts ``decay ** k``.
         """
         inputs = input_ids, features, last_hidden, loss_mask, objective, target_head, document_ids, weights, wants_rates
-        return unroll(self, Lesson(*inputs), steps, decay, self.config.sliding_window)
+        return unroll(self, Lesson(*inputs), steps, decay, self.config.windows)
 
     def head_states(self, states: Tensor) -> Tensor:
         """Return what the head reads of what ``step`` returned."""
@@ -102,9 +102,7 @@ class Eagle3Drafter(FeatureDrafter):
         features: Tensor = self.fc(self.input_norm(joined) if self.config.norm_before_fc else joined)
         return features
 
-    def step(
-        self, tokens: Tensor, features: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache | None
-    ) -> Tensor:
+    def step(self, tokens: Tensor, features: Tensor, positions: Tensor, mask: Masks, cache: SlotCache | None) -> Tensor:
         """Run the layers over tokens beside features, see ``FeatureDrafter``."""
         rope = self.rotary(features, positions)
         states: Tensor = self.midlayer(self.embed(tokens).to(features.dtype), features, rope, mask, cache)

@@ -18,7 +18,7 @@ from hf_specgen.draft import DenseQ, Draft, Round, Tree, spread
 from hf_specgen.drafter_config import DrafterConfig
 from hf_specgen.drafters.base import DraftLength, Pace
 from hf_specgen.drafters.growing import Grower, Laws, Plan, check_confidence, check_drawn
-from hf_specgen.drafters.layers import Rotary
+from hf_specgen.drafters.layers import Masks, Rotary
 from hf_specgen.drafters.learned import LearnedDrafter
 from hf_specgen.drafters.pairs import PairCache
 from hf_specgen.drafters.trees import DynamicShape, Shape, StaticShape, parse_shape
@@ -49,13 +49,11 @@ class FeatureDrafter(LearnedDrafter):
         """Make features ``(B, S, H)`` of the target's ``hidden_layers``, one ``(B, S, D)`` each."""
 
     @abstractmethod
-    def step(
-        self, tokens: Tensor, features: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache | None
-    ) -> Tensor:
+    def step(self, tokens: Tensor, features: Tensor, positions: Tensor, mask: Masks, cache: SlotCache | None) -> Tensor:
         """Run the layers over pairs and return what is fed back as the next features, ``(B, S, H)``.
 
         Shapes: ``tokens (B, S)`` target ids, ``features (B, S, H)``, ``positions (B or 1, S)``, ``mask`` bool
-        ``(B or 1, 1, S, T)``.
+        ``(B or 1, 1, S, T)``, or one for each kind of layer.
         """
 
     @abstractmethod

@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
+from transformers.models.glm4_moe import modeling_glm4_moe as glm
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from hf_specgen import ops
 from hf_specgen.cache import SlotCache
+from hf_specgen.drafter_config import PART
 from hf_specgen.drafters.unrolling import StepMask
 from hf_specgen.errors import SpecGenError
 
 _NAME = "specgen_draft"
 
 Rope = tuple[Tensor, Tensor]
+Masks = Tensor | StepMask | Mapping[str, Tensor] | Mapping[str, StepMask] | None
+"""What every layer sees, or what the layers of each kind see."""
 
 
 @dataclass(frozen=True)
 class LayerClasses:
-    """Hold the classes of transformers that one ``layer_type`` is made of."""
+    """Hold the classes of transformers that one ``layer_type`` is made of.
+
+    Llama's and Qwen3's attention rotate whole heads; GLM's is the same, with and without norms of queries and keys,
+    and rotates as many values as its rotary module makes factors for.
+    """
 
     attention: type[nn.Module]
     mlp: type[nn.Module]
@@ -32,8 +41,10 @@ class LayerClasses:
     rotary: type[nn.Module]
 
     @classmethod
-    def of(cls, layer_type: str) -> LayerClasses:
-        """Return the classes of a type. Raises: ``SpecGenError`` for one that is not known."""
+    def of(cls, layer_type: str, config: PretrainedConfig | None = None) -> LayerClasses:
+        """Return the classes of a type; ``config``: of a layer. Raises: ``SpecGenError`` for one that is not known."""
+        if config is not None and PART in config.rope_parameters:
+            return replace(cls.of(layer_type), attention=glm.Glm4MoeAttention, rotary=glm.Glm4MoeRotaryEmbedding)
         if layer_type == "llama":
             return cls(llama.LlamaAttention, llama.LlamaMLP, llama.LlamaRMSNorm, llama.LlamaRotaryEmbedding)
         if layer_type == "qwen3":
@@ -49,10 +60,14 @@ class DraftLayer(nn.Module):
 
     def __init__(self, config: PretrainedConfig, layer_type: str, index: int, input_norm: bool = True) -> None:
         super().__init__()
-        classes = LayerClasses.of(layer_type)
+        classes = LayerClasses.of(layer_type, config)
         config._attn_implementation = _NAME
         self.index = index
+        self.kind = (config.to_dict().get("layer_types") or ["full_attention"] * config.num_hidden_layers)[index]
         self.self_attn = classes.attention(config, index)
+        bias = self.self_attn.get_submodule("o_proj")._parameters["bias"]
+        if config.attention_bias and bias is None:  # GLM's attention leaves this one out
+            self.self_attn.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size)
         self.mlp = classes.mlp(config)
         self.post_attention_layernorm = self._norm(classes, config)
         if input_norm:
@@ -65,17 +80,19 @@ class DraftLayer(nn.Module):
         super().__setstate__(state)
         _register()
 
-    def forward(self, states: Tensor, rope: Rope, mask: Tensor | None, cache: SlotCache | None) -> Tensor:
+    def forward(self, states: Tensor, rope: Rope, mask: Masks, cache: SlotCache | None) -> Tensor:
         """Return the residual stream behind the layer.
 
-        Shapes: ``states (B, S, H)``, ``rope`` two ``(B or 1, S, D)``, ``mask (B or 1, 1, S, T)`` bool, True where seen.
+        Shapes: ``states (B, S, H)``, ``rope`` two ``(B or 1, S, D)``, ``mask (B or 1, 1, S, T)`` bool, True where seen,
+        or one for each kind of layer.
         """
         norm = self._modules.get("input_layernorm")
         return self.run(states if norm is None else norm(states), states, rope, mask, cache)
 
-    def run(self, inputs: Tensor, residual: Tensor, rope: Rope, mask: Tensor | None, cache: SlotCache | None) -> Tensor:
+    def run(self, inputs: Tensor, residual: Tensor, rope: Rope, mask: Masks, cache: SlotCache | None) -> Tensor:
         """Attend with ``inputs (B, S, H)``, already normed, beside ``residual (B, S, H)``; then the MLP."""
-        attended, _ = self.self_attn(inputs, position_embeddings=rope, attention_mask=mask, **{self._cache_name: cache})
+        own = mask[self.kind] if isinstance(mask, Mapping) else mask
+        attended, _ = self.self_attn(inputs, position_embeddings=rope, attention_mask=own, **{self._cache_name: cache})
         residual = residual + attended
         return residual + self.mlp(self.post_attention_layernorm(residual))
 
@@ -102,7 +119,7 @@ class PairLayer(DraftLayer):
             self.self_attn.register_module(name, wide)
 
     def forward(  # type: ignore[override]
-        self, token: Tensor, feature: Tensor, rope: Rope, mask: Tensor | None, cache: SlotCache | None
+        self, token: Tensor, feature: Tensor, rope: Rope, mask: Masks, cache: SlotCache | None
     ) -> Tensor:
         """Return the stream behind the layer. Shapes: ``token, feature (B, S, H)``, else as ``DraftLayer``'s."""
         normed = self.hidden_norm(feature)
@@ -125,10 +142,13 @@ class Rotary:
         return {**self.__dict__, "_made": None}
 
     def __call__(self, like: Tensor, positions: Tensor) -> Rope:
-        """Return cosines and sines ``(B or 1, S, D)`` of ``positions (B or 1, S)`` in the dtype of ``like``."""
+        """Return cosines and sines ``(B or 1, S, R)`` of ``positions (B or 1, S)`` in the dtype of ``like``.
+
+        R values of a head are rotated: all of them, or the first ones.
+        """
         if self._made is None or self._made[0] != like.device:
             with torch.device("cpu"):  # a drafter may be built under another default, the meta device among them
-                module = LayerClasses.of(self._type).rotary(self._config)
+                module = LayerClasses.of(self._type, self._config).rotary(self._config)
             self._made = like.device, module.to(like.device)
         cos, sin = self._made[1](like, positions)
         return cos, sin

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,7 +25,7 @@ class PairModel(Protocol):
         ...
 
     def step(
-        self, tokens: Tensor, features: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache | None
+        self, tokens: Tensor, features: Tensor, positions: Tensor, mask: Mapping[str, Tensor], cache: SlotCache | None
     ) -> Tensor:
         """Return what is fed back as the next features, ``(B, S, H)``."""
         ...
@@ -156,11 +156,11 @@ class PairCache:
         rows = torch.tensor(self.live, device=self._device)[:, None]
         return tuple(layer[rows, index] for layer in hidden)
 
-    def _mask(self, tree: Tree, held: int) -> Tensor:
-        """Return the ``(R or 1, 1, S, view)`` bool mask of the pass that was announced."""
-        (group,) = self.cache.groups.values()
-        lengths = self.cache.lengths
-        if group.window is None and tree.is_chain and held == len(tree) and min(lengths) == max(lengths):
-            return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self._device).expand(-1, -1, -1, group.view)
-        (mask,) = self.cache.masks(tree).values()
-        return mask[:, :, held:]
+    def _mask(self, tree: Tree, held: int) -> dict[str, Tensor]:
+        """Return the ``(R or 1, 1, S, view)`` bool mask of the pass that was announced, for each kind of layer."""
+        groups, lengths = self.cache.groups.values(), self.cache.lengths
+        bounded = any(group.window is not None for group in groups)
+        if not bounded and tree.is_chain and held == len(tree) and min(lengths) == max(lengths):
+            everything = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self._device)
+            return {group.kind: everything.expand(-1, -1, -1, group.view) for group in groups}
+        return {kind: mask[:, :, held:] for kind, mask in self.cache.masks(tree).items()}

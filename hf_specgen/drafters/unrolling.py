@@ -8,6 +8,7 @@ Source: Li et al. 2025, "EAGLE-3: scaling up inference acceleration of LLMs via 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_specgen.drafters.learned import Objective, TrainingOutput
 
+Windows = Mapping[str, int | None]
+ALL: Windows = {"full_attention": None}
 _CHUNK = 512  # queries whose scores are kept for the backward pass; longer texts make them anew
 
 
@@ -136,20 +139,21 @@ class StepMask:
         return sees[None, None, None] if sees.dim() == 2 else sees[:, None, None]
 
 
-def unroll(pupil: Pupil, lesson: Lesson, steps: int, decay: float, window: int | None = None) -> TrainingOutput:
+def unroll(pupil: Pupil, lesson: Lesson, steps: int, decay: float, windows: Windows = ALL) -> TrainingOutput:
     """Run ``steps`` steps and compare each with the target; step k counts ``decay ** k``.
 
     Pair t of step k is judged by the target's law of token t + 2 + k, where that token is supervised and of the pair's
-    own document.
+    own document. ``windows``: how far back layers of each kind see.
     """
-    return judge(pupil, lesson, drafted(pupil, lesson, steps, window), [decay**step for step in range(steps)])
+    return judge(pupil, lesson, drafted(pupil, lesson, steps, windows), [decay**step for step in range(steps)])
 
 
-def drafted(pupil: Pupil, lesson: Lesson, steps: int, window: int | None = None) -> list[Tensor]:
+def drafted(pupil: Pupil, lesson: Lesson, steps: int, windows: Windows = ALL) -> list[Tensor]:
     """Return the states ``(B, T, H)`` of every step."""
     ids = lesson.input_ids
     positions = places(torch.zeros_like(ids[:1]) if lesson.document_ids is None else lesson.document_ids)
-    cache, mask = StepCache(), StepMask(lesson.document_ids, window)
+    cache = StepCache()
+    mask = {kind: StepMask(lesson.document_ids, window) for kind, window in windows.items()}
     states = pupil.fuse(lesson.features)
     unrolled = []
     for step in range(steps):

@@ -16,6 +16,17 @@ from hf_specgen.drafter_config import DrafterConfig
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError
 from hf_specgen.facts import TargetFacts
 
+PARALLEL = "it drafts all tokens in one pass over mask tokens, and was never fed its own states"
+# Marks in a config or among tensors, longest first: another method's name, and why its layers cannot run as EAGLE-3's.
+OTHER_METHODS = {
+    "peagle": ("P-EAGLE", PARALLEL),
+    "pard_token": ("parallel drafting", PARALLEL),
+    "dflash": ("DFlash", PARALLEL),
+    "dspark": ("DSpark", "it drafts blocks of masked tokens with a Markov head"),
+    "xpress": ("XPress", "it drafts blocks of masked tokens and refines them"),
+    "mtp": ("MTP", "it is the target's own prediction layer"),
+}
+
 
 @dataclass(frozen=True)
 class Source:
@@ -38,14 +49,16 @@ class Source:
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """Hold what the caller decides: the target's facts if known, and how layer ids are to be understood.
+    """Hold what the caller decides: the target's facts if known, how layer ids are to be understood, and settings.
 
     ``aux_layer_convention``: ``boundary`` (ids name residual streams), ``layer_output`` (ids name decoder layers,
-    boundary = id + 1) or None: as the layout's producer means them.
+    boundary = id + 1) or None: as the layout's producer means them. ``given``: fields of ``DrafterConfig`` that replace
+    what the checkpoint says, so that nothing is in doubt about them.
     """
 
     target: TargetFacts = field(default_factory=TargetFacts)
     aux_layer_convention: str | None = None
+    given: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -125,11 +138,29 @@ def layout_named(name: str) -> Layout:
     return known[name]
 
 
+def other_method(source: Source) -> str:
+    """Return what a checkpoint drafts by, where config or tensors name a method that is not known here; else nothing.
+
+    Their layers look like EAGLE-3's, but they were trained to be run otherwise.
+    """
+    config = source.config
+    told = [config.get("speculators_model_type"), *(config.get("architectures") or ())]
+    told += [key for key in ("dflash_config", "pard_token") if config.get(key) is not None]
+    told += ["peagle" for name in source.shapes if name.rpartition(".")[2] == "mask_hidden"]
+    words = " ".join(str(word).lower() for word in told)
+    return next((f"{name}: {how}" for mark, (name, how) in OTHER_METHODS.items() if mark in words), "")
+
+
 def detect(source: Source) -> Layout:
     """Return the layout of a checkpoint.
 
-    Raises: ``IncompatibleDrafter`` saying what was found when no layout matches.
+    Raises: ``IncompatibleDrafter`` saying what was found when no layout matches, or when it is another method's.
     """
+    if other := other_method(source):
+        raise IncompatibleDrafter(
+            f"{source.name} is a drafter of a method that is not known here ({other}): EAGLE-1, EAGLE-3 or Medusa is "
+            "required. Serve it with the engine it was trained for, or load an EAGLE-3 head of the same target."
+        )
     for layout in layouts():
         if layout.matches(source):
             return layout

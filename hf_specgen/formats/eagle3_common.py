@@ -20,11 +20,11 @@ from hf_specgen.formats.shared import (
     layer_fields,
     match,
     output_biases,
+    overruled,
     refuse_unreadable,
-    rope_of,
+    rope_and_window,
     short_names,
     vocabulary_line,
-    window_of,
     with_output_biases,
 )
 from hf_specgen.formats.vocabulary import check_map
@@ -32,6 +32,7 @@ from hf_specgen.formats.vocabulary import check_map
 FIRST = "midlayer."
 OURS = "aux_layer_boundaries"
 IDS = "eagle_aux_hidden_state_layer_ids"
+ID_NAMES = (IDS, "aux_hidden_state_layer_ids")
 # Copies of the target's tensors that training code leaves behind.
 COPIES = frozenset({"verifier_lm_head.weight", "verifier_norm.weight"})
 
@@ -53,6 +54,8 @@ class Reading:
     norm_output: bool = False
     windows: bool = False
     """Whether the producer's layers follow ``layer_types``; most attend to every token whatever it says."""
+    own_depth: bool = False
+    """Whether ``num_hidden_layers`` is the drafter's for certain, so that other layers mean damage."""
     claims: frozenset[str] = frozenset()
     """Which of ``norm_before_fc`` and ``fc_norm`` the config asks for; the tensors decide."""
     target: Mapping[str, Any] = field(default_factory=dict)
@@ -113,17 +116,28 @@ def plain_ids(source: Source, convention: str, certain: bool = False) -> LayerId
     config = source.config
     if config.get(OURS):
         return LayerIds(tuple(config[OURS]), stated=True)
-    top, inner = config.get(IDS), (config.get("eagle_config") or {}).get(IDS)
-    if not top:
-        return LayerIds(tuple(inner) if inner else None, convention, certain)
-    if not inner or [index + 1 for index in inner] == list(top):
-        return LayerIds(tuple(top), BOUNDARY, certain=bool(inner))
-    if list(top) == list(inner):
-        return LayerIds(tuple(top), convention, certain)
+    top, inner = _listed(source, config), _listed(source, config.get("eagle_config") or {})
+    if top is None:
+        return LayerIds(inner, convention, certain)
+    if inner is None or tuple(index + 1 for index in inner) == top:
+        return LayerIds(top, BOUNDARY, certain=inner is not None, served=inner is None)
+    if top == inner:
+        return LayerIds(top, convention, certain, served=True)
     raise IncompatibleDrafter(
         f"{source.name} lists the layer ids {list(top)} in {IDS} and {list(inner)} in eagle_config: equal ones are "
         "required, or the second one less. Correct its config.json."
     )
+
+
+def _listed(source: Source, settings: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Return the layer ids that settings list under either name. Raises: ``IncompatibleDrafter`` for two lists."""
+    found = {name: tuple(settings[name]) for name in ID_NAMES if settings.get(name)}
+    if len(set(found.values())) > 1:
+        raise IncompatibleDrafter(
+            f"{source.name} lists other layer ids in {' than in '.join(found)} ({found}): one list is required. "
+            "Correct its config.json."
+        )
+    return next(iter(found.values()), None)
 
 
 def plan_eagle3(source: Source, options: ReadOptions, reading: Reading) -> Plan:
@@ -133,10 +147,13 @@ def plan_eagle3(source: Source, options: ReadOptions, reading: Reading) -> Plan:
     names = eagle3_names(source)
     shapes = {short: tuple(source.shapes[full]) for short, full in names.items()}
     layers = _target_layers(source, options, reading)
-    bounds = resolve(source.name, reading.ids, layers, options.aux_layer_convention)
+    bounds = resolve(source.name, ids_of(reading.ids, options), layers, options.aux_layer_convention)
     fields = layer_fields(source, settings, names, FIRST)
     fields["layer_type"] = reading.layer_type or fields["layer_type"]
-    rope, window = rope_of(source, settings, _kind(settings)), window_of(source, settings, reading.windows)
+    told = () if reading.own_depth else overruled(settings, fields)
+    fields["num_hidden_layers"] = settings["num_hidden_layers"] if reading.own_depth else fields["num_hidden_layers"]
+    settings = {**settings, "num_hidden_layers": fields["num_hidden_layers"]}
+    rope, window = rope_and_window(source, settings, fields, options, reading.windows)
     if shapes.get("fc.weight", (0, 0))[1] == fields["hidden_size"]:
         warnings.append("fc reads as many features as the drafter is wide: readers that go by width leave it out.")
     config = DrafterConfig(
@@ -146,7 +163,7 @@ def plan_eagle3(source: Source, options: ReadOptions, reading: Reading) -> Plan:
         **_norms(source, reading, names),
         **_vocabulary(source, reading, shapes, fields["vocab_size"]),
         rope_parameters=rope.value,
-        sliding_window=window.value,
+        **window.value,
         aux_layer_boundaries=bounds.value,
         # a file that names no target is for the one it is loaded with: vLLM's layout must name one
         target={**({"name": options.target.name} if options.target.name else {}), **reading.target},
@@ -167,6 +184,7 @@ def plan_eagle3(source: Source, options: ReadOptions, reading: Reading) -> Plan:
         rope.note,
         window.note,
         *head_lines(config),
+        *told,
         *reading.notes,
     )
     return Plan(config, {**found, **probed}, notes, tuple(warnings), lambda got: finish_eagle3(got, source.name))
@@ -207,6 +225,12 @@ def served_flags(config: DrafterConfig) -> dict[str, Any]:
     }
 
 
+def ids_of(listed: LayerIds, options: ReadOptions) -> LayerIds:
+    """Return the layer ids of a checkpoint, or the boundaries that the caller gives in their place."""
+    given = options.given.get(OURS)
+    return listed if given is None else LayerIds(tuple(given), stated=True, by="the caller")
+
+
 def convention_of(source: Source) -> str:
     """Return how ids in ``eagle_config`` are usually meant: as layer outputs; boundaries with a norm before ``fc``."""
     return BOUNDARY if "input_norm.weight" in eagle3_names(source) else LAYER_OUTPUT
@@ -218,10 +242,6 @@ def _ours(name: str) -> str:
 
 def _apart(tensor: Tensor, other: Tensor) -> Tensor:
     return tensor.clone() if tensor.data_ptr() == other.data_ptr() else tensor
-
-
-def _kind(settings: Mapping[str, Any]) -> str:
-    return next(iter(settings.get("layer_types") or []), "full_attention")
 
 
 def _target_layers(source: Source, options: ReadOptions, reading: Reading) -> int:

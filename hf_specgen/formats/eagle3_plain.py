@@ -6,13 +6,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_specgen.formats.base import Plan, ReadOptions, Source
-from hf_specgen.formats.eagle3_common import OURS, Reading, convention_of, nested, plain_ids, plan_eagle3
+from hf_specgen.formats.eagle3_common import (
+    FIRST,
+    OURS,
+    Reading,
+    convention_of,
+    first_layer_is,
+    nested,
+    plain_ids,
+    plan_eagle3,
+)
 
 
 def plan_plain(source: Source, options: ReadOptions, title: str) -> Plan:
     """Resolve config and names of a flat file. Raises: ``IncompatibleDrafter`` as every layout does."""
     config, inner = source.config, nested(source)
-    output, lines, doubts = _norm_output_of(config)
+    output, lines, doubts = _norm_output_of(source, options)
     reading = Reading(
         title=title,
         settings=config,
@@ -27,18 +36,22 @@ def plan_plain(source: Source, options: ReadOptions, title: str) -> Plan:
     return plan_eagle3(source, options, reading)
 
 
-def _norm_output_of(config: Mapping[str, Any]) -> tuple[bool, tuple[str, ...], tuple[str, ...]]:
-    """Return what ``norm_output`` means in a file like SpecForge's, with notes and warnings.
+def _norm_output_of(source: Source, options: ReadOptions) -> tuple[bool, tuple[str, ...], tuple[str, ...]]:
+    """Return what ``norm_output`` means, with notes and warnings: True feeds back normed states, as all engines do.
 
-    In SpecForge before its correction (#879) True meant plain EAGLE-3; the file does not say which version wrote it.
+    In SpecForge before its correction (#879) True meant plain EAGLE-3. It calls the first layer ``midlayer``, and the
+    file does not say which version wrote it.
     """
+    config = source.config
     said = config.get("norm_output")
-    if said and config.get(OURS) is None:
+    decided = "norm_output" in options.given or config.get(OURS) is not None
+    if said and first_layer_is(source, FIRST) and not decided:
         line = (
-            "norm_output: true is not followed: SpecForge meant plain EAGLE-3 by it until September 2026, and the file "
-            "does not say when it was written. Pass norm_output=True if the drafter feeds back normalised states."
+            "norm_output: true is followed, as SGLang and vLLM do: normalised states are fed back. SpecForge meant "
+            "plain EAGLE-3 by it until September 2026, and the file does not say when it was written. Pass "
+            "norm_output=False if few drafts are accepted behind the first."
         )
-        return False, (), (line,)
+        return True, (), (line,)
     lines = () if said is None or said else ("norm_output: false is read as plain EAGLE-3 (a norm before the head)",)
     return bool(said), lines, ()
 

@@ -18,10 +18,10 @@ from hf_specgen.formats.shared import (
     layer_fields,
     match,
     output_biases,
+    overruled,
     refuse_unreadable,
-    rope_of,
+    rope_and_window,
     vocabulary_line,
-    window_of,
     with_output_biases,
 )
 
@@ -44,14 +44,16 @@ def plan_eagle(
     """
     warnings = [*refuse_unreadable(source, settings)]
     fields = layer_fields(source, settings, names, "layers.0.")
-    rope, window = rope_of(source, settings), window_of(source, settings, followed=False)
+    told = overruled(settings, fields)
+    settings = {**settings, "num_hidden_layers": fields["num_hidden_layers"]}
+    rope, window = rope_and_window(source, settings, fields, options, followed=False)
     config = DrafterConfig(
         method="eagle",
         **fields,
         own_embedding="embed_tokens.weight" in names,
         own_head=False,
         rope_parameters=rope.value,
-        sliding_window=window.value,
+        **window.value,
     )
     head = tuple(source.shapes[names[HEAD]]) if HEAD in names else ()
     if head and head != (config.vocab_size, config.hidden_size):
@@ -75,6 +77,7 @@ def plan_eagle(
         rope.note,
         window.note,
         *lines[:1],
+        *told,
         f"{lines[1]}{' (the copy in the file is not read)' if head else ''}",
     )
     doubts = (*warnings, *rope.warnings, *window.warnings)

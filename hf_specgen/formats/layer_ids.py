@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError
-from hf_specgen.formats.shared import Found
+from hf_specgen.formats.found import Found
 
 BOUNDARY, LAYER_OUTPUT = "boundary", "layer_output"
 CONVENTIONS = (BOUNDARY, LAYER_OUTPUT)
@@ -18,19 +18,27 @@ class LayerIds:
     """Hold the ids a config lists, and what its producer means by them.
 
     ``ids``: None where it lists none. ``convention``: ``boundary`` (id b: the stream after b layers) or
-    ``layer_output`` (id i: what layer i returns, boundary i + 1). ``certain``: nobody writes this layout otherwise.
-    ``stated``: the config itself calls them boundaries.
+    ``layer_output`` (id i: what layer i returns, boundary i + 1). ``certain``: this layout means nothing else by them.
+    ``served``: they stand where vLLM reads boundaries, so that ids of layer outputs were copied there.
+    ``stated``: they are called boundaries, ``by`` the config itself or by the caller.
     """
 
     ids: tuple[int, ...] | None
     convention: str = BOUNDARY
     certain: bool = False
+    served: bool = False
     stated: bool = False
+    by: str = "the config"
 
 
 def default_boundaries(layers: int) -> tuple[int, ...]:
     """Return the boundaries that EAGLE-3's authors take: low, middle, high. Source: Li et al. 2025, section 3.1."""
     return (2, layers // 2, layers - 3)
+
+
+def default_outputs(layers: int) -> tuple[int, ...]:
+    """Return the layers whose outputs SpecForge and Model Optimizer take: those of ``default_boundaries``."""
+    return tuple(boundary - 1 for boundary in default_boundaries(layers))
 
 
 def resolve(source: str, listed: LayerIds, layers: int, asked: str | None) -> Found:
@@ -46,7 +54,7 @@ def resolve(source: str, listed: LayerIds, layers: int, asked: str | None) -> Fo
     ids = tuple(int(index) for index in listed.ids)
     convention, why, doubt = _meaning(listed, ids, layers)
     if asked and listed.stated:
-        doubt = (f"aux_layer_convention={asked!r} has no effect: the config states boundaries.",)
+        doubt = (f"aux_layer_convention={asked!r} has no effect: {listed.by} states boundaries.",)
     elif asked:
         convention, why, doubt = asked, "as asked", ()
     bounds = [index + (convention == LAYER_OUTPUT) for index in ids]
@@ -76,19 +84,32 @@ def _by_default(source: str, layers: int, asked: str | None) -> Found:
 
 
 def _meaning(listed: LayerIds, ids: tuple[int, ...], layers: int) -> tuple[str, str, tuple[str, ...]]:
-    """Return convention, reason and doubts: what cannot be otherwise first, what the ids suggest, then the producer."""
+    """Return convention, reason and doubts: what cannot be otherwise first, what the ids suggest, then the producer.
+
+    Where the target is not known, the last id tells how many layers a published rule would speak of.
+    """
     if listed.stated:
-        return BOUNDARY, "as the config states", ()
+        return BOUNDARY, f"as {listed.by} states", ()
     if layers and max(ids) == layers:
         return BOUNDARY, f"since no layer has the index {layers}", ()
-    if listed.certain:
+    if listed.served and ids == default_outputs(layers or ids[-1] + 4):
+        return LAYER_OUTPUT, "since they are the layers of the published rule", (_copied(ids),)
+    if listed.certain and not (listed.served and ids[0] == 1):
         return listed.convention, "as this layout means them", ()
-    if ids[0] == 1:  # the first feature is the stream after two layers nearly everywhere
+    if ids == default_boundaries(layers or ids[-1] + 3):
+        return BOUNDARY, "since they are the published rule's boundaries", ()
+    if ids[0] == 1 and not listed.served:  # the first feature is the stream after two layers nearly everywhere
         return LAYER_OUTPUT, "since the first is 1", ()
-    if ids == default_boundaries(layers) if layers else ids[0] == 2:
-        return BOUNDARY, "since they are the published rule's boundaries" if layers else "since the first is 2", ()
+    why = "as this layout means them" if listed.certain else "as most checkpoints of this layout"
     doubt = f"the layer ids {list(ids)} may be meant as boundaries or as layer outputs; they are read as "
-    return listed.convention, "as most checkpoints of this layout", (f"{doubt}{listed.convention}. {ASK}",)
+    return listed.convention, why, (f"{doubt}{listed.convention}. {ASK}",)
+
+
+def _copied(ids: tuple[int, ...]) -> str:
+    return (
+        f"the layer ids {list(ids)} are those of the published rule as layer outputs, so they were copied to where "
+        f"vLLM reads boundaries; they are read as layer outputs, and vLLM would feed other features. {ASK}"
+    )
 
 
 def _refuse_impossible(source: str, bounds: Sequence[int], layers: int, ids: list[int]) -> None:

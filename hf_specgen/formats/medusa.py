@@ -30,8 +30,10 @@ class MedusaHeads(Layout):
         return plan_heads(source, options)
 
     def write(self, checkpoint: Checkpoint, folder: Path) -> None:
-        """Write ``medusa_lm_head.safetensors`` and ``config.json``, which TGI and Medusa's own code read.
+        """Write ``medusa_lm_head.safetensors`` and ``config.json``, which TGI reads.
 
+        Medusa's own code opens ``medusa_lm_head.pt`` beside the same config, or a whole Medusa-2 model: it does not
+        look for this file.
         Raises: ``IncompatibleDrafter`` for another method or a reduced vocabulary.
         """
         config = checkpoint.config

@@ -43,6 +43,7 @@ class SafeAILabEagle(Layout):
             "norms of queries and keys (Qwen3 layers)": config.layer_type != "llama",
             "a shortened draft vocabulary (d2t)": config.reduces_vocabulary,
             "a sliding window": config.sliding_window is not None,
+            "heads that are rotated in part": config.rotary_size < config.head_dim,
             f"head_dim {config.head_dim} (hidden_size / heads is required)": config.head_dim
             * config.num_attention_heads
             != config.hidden_size,

@@ -1,10 +1,10 @@
-"""What layouts share: names without prefixes, layer settings, rope, windows, refusals, and how a folder is written."""
+"""What layouts share: names without prefixes, layer settings, windows, refusals, and how a folder is written."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,13 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hf_specgen.drafter_config import DrafterConfig
+from hf_specgen.drafter_config import PART, DrafterConfig
 from hf_specgen.errors import IncompatibleDrafter
-from hf_specgen.formats.base import Checkpoint, Source, check_names
+from hf_specgen.formats.base import Checkpoint, ReadOptions, Source, check_names
+from hf_specgen.formats.found import Found
+from hf_specgen.formats.rope import DEFAULT_BASE, rope_of
 from hf_specgen.formats.shapes import state_shapes
 
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
-DEFAULT_BASE = 10000.0
 QUANTISED = (
     "weight_scale",
     "weight_scale_inv",
@@ -37,15 +37,6 @@ QUANTISED = (
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Kept under a name of its own while a checkpoint is read: looked at, then dropped.
 PROBE = "probe:"
-
-
-@dataclass(frozen=True)
-class Found:
-    """Hold one decision: its value, the line that tells it, and what it may cost."""
-
-    value: Any
-    note: str
-    warnings: tuple[str, ...] = ()
 
 
 def short_names(source: Source, *prefixes: str) -> dict[str, str]:
@@ -105,17 +96,18 @@ def required(source: Source, settings: Mapping[str, Any], key: str) -> Any:
 def layer_fields(source: Source, settings: Mapping[str, Any], names: Mapping[str, str], first: str) -> dict[str, Any]:
     """Return the fields of ``DrafterConfig`` that say how layers are built; ``first`` begins the first one's names.
 
-    Which biases and norms there are is read off the tensors: configs are often wrong about them.
+    How many layers there are, how wide their heads, which biases and norms they have is read off the tensors: configs
+    are often copies of the target's.
     """
     width, heads = required(source, settings, "hidden_size"), required(source, settings, "num_attention_heads")
     return {
         "layer_type": "qwen3" if f"{first}self_attn.q_norm.weight" in names else "llama",
         "hidden_size": width,
         "intermediate_size": required(source, settings, "intermediate_size"),
-        "num_hidden_layers": settings.get("num_hidden_layers") or 1,
+        "num_hidden_layers": layers_in(names),
         "num_attention_heads": heads,
         "num_key_value_heads": settings.get("num_key_value_heads") or heads,
-        "head_dim": settings.get("head_dim") or width // heads,
+        "head_dim": _head_dim(source, settings, names, first),
         "hidden_act": settings.get("hidden_act") or "silu",
         "rms_norm_eps": settings.get("rms_norm_eps") or 1e-6,
         "max_position_embeddings": settings.get("max_position_embeddings") or 2048,
@@ -126,39 +118,51 @@ def layer_fields(source: Source, settings: Mapping[str, Any], names: Mapping[str
     }
 
 
-def rope_of(source: Source, settings: Mapping[str, Any], kind: str = "full_attention") -> Found:
-    """Return rope parameters from a draft config in the style of transformers 4, of 5, or of both.
+def layers_in(names: Mapping[str, str]) -> int:
+    """Return how many decoder layers there are by our names of the tensors; the first one always is."""
+    numbers = [name.split(".")[1] for name in names if name.startswith("layers.")]
+    return 1 + max((int(number) for number in numbers if number.isdigit()), default=0)
 
-    The base is the draft's own (10000 where its config names none), never the target's.
+
+def _head_dim(source: Source, settings: Mapping[str, Any], names: Mapping[str, str], first: str) -> int:
+    """Return how wide a head is by the first layer's tensors; by the config where they fit no number of heads."""
+    heads = settings["num_attention_heads"]
+    said = int(settings.get("head_dim") or settings["hidden_size"] // heads)
+    parts = ("q_proj", "k_proj", "q_norm")
+    shapes = {part: source.shapes.get(names.get(f"{first}self_attn.{part}.weight", ""), ()) for part in parts}
+    rows = {part: shape[0] if shape else 0 for part, shape in shapes.items()}
+    found = rows["q_norm"] or rows["q_proj"] // heads
+    counts = {"q_proj": heads, "k_proj": settings.get("num_key_value_heads") or heads}
+    return found if found and all(rows[part] == found * count for part, count in counts.items()) else said
+
+
+def overruled(settings: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """Say where the tensors contradict what a config says about the layers."""
+    said = {name: settings.get(name) for name in ("num_hidden_layers", "head_dim")}
+    wrong = {name: value for name, value in said.items() if value not in (None, fields[name])}
+    return tuple(f"config says {name}={value}, the tensors say {fields[name]}" for name, value in wrong.items())
+
+
+def rope_and_window(
+    source: Source, settings: Mapping[str, Any], fields: Mapping[str, Any], options: ReadOptions, followed: bool
+) -> tuple[Found, Found]:
+    """Return rotary settings and window of the layers: what the caller gives, else what the config says.
+
+    ``followed``: see ``window_of``. Raises: ``IncompatibleDrafter`` as ``rope_of`` and ``window_of`` do.
     """
-    given = dict(settings.get("rope_parameters") or {})
-    if any(isinstance(value, Mapping) for value in given.values()):  # one set per kind of layer
-        given = dict(given.get(kind) or {})
-    rope = {**dict(settings.get("rope_scaling") or {}), **given}
-    base = settings.get("rope_theta")
-    warnings = []
-    if base is not None and rope.get("rope_theta") not in (None, base):
-        warnings.append(f"rope bases {base} and {rope['rope_theta']} are given: the second (rope_parameters) is used.")
-    named = rope.get("rope_theta") or base
-    old = rope.pop("type", None)
-    kind_of_rope = rope.get("rope_type") or old or "default"
-    if "mrope" in (kind_of_rope, old) or "mrope_section" in rope:  # text positions are equal on all three axes
-        kind_of_rope = "default"
-        rope = {key: value for key, value in rope.items() if not key.startswith("mrope")}
-    if kind_of_rope not in ROPE_TYPES or rope.get("partial_rotary_factor", 1) != 1:
-        raise IncompatibleDrafter(
-            f"{source.name} asks for rope {kind_of_rope!r} with partial_rotary_factor "
-            f"{rope.get('partial_rotary_factor', 1)}: one of {', '.join(ROPE_TYPES)} over the whole head is required."
-        )
-    rope |= {"rope_type": kind_of_rope, "rope_theta": float(named or DEFAULT_BASE)}
-    rope = {key: value for key, value in rope.items() if value is not None}
-    whose = "from the draft config" if named else "the default, for the draft config names none"
-    note = f"rope: {kind_of_rope}, base {rope['rope_theta']:g} ({whose}; the target's is not used)"
-    return Found(rope, note, tuple(warnings))
+    given = options.given
+    if given.get("rope_parameters") is not None:
+        rope = Found.given("rope", dict(given["rope_parameters"]))
+    else:
+        rope = rope_of(source, settings, fields["head_dim"], fields["num_hidden_layers"])
+    if "sliding_window" in given:
+        window = Found.given("sliding window", given["sliding_window"])
+        return rope, replace(window, value=windowed(window.value, given.get("layer_types")))
+    return rope, window_of(source, settings, followed)
 
 
 def window_of(source: Source, settings: Mapping[str, Any], followed: bool = True) -> Found:
-    """Return the sliding window of all layers, or None. Raises: ``IncompatibleDrafter`` for layers that differ.
+    """Return the fields of ``DrafterConfig`` for the layers' window. Raises: ``IncompatibleDrafter`` for other kinds.
 
     ``followed``: False for producers whose layers attend to every token, whatever ``layer_types`` says.
     """
@@ -171,13 +175,22 @@ def window_of(source: Source, settings: Mapping[str, Any], followed: bool = True
         return _everything(kinds, size)
     if not kinds or set(kinds) == {"full_attention"}:
         unused = f" (sliding_window {size} is named, but no layer is of that kind)" if size else ""
-        return Found(None, f"attention: every earlier token{unused}")
-    if set(kinds) == {"sliding_attention"} and isinstance(size, int) and size > 0:
-        return Found(size, f"attention: a sliding window of {size} tokens in every layer")
+        return Found(windowed(None), f"attention: every earlier token{unused}")
+    sliding = isinstance(size, int) and size > 0 and len(kinds) == layers
+    if sliding and set(kinds) == {"sliding_attention"}:
+        return Found(windowed(size), f"attention: a sliding window of {size} tokens in every layer")
+    if sliding and set(kinds) == {"sliding_attention", "full_attention"}:
+        some = ", ".join(str(index) for index, kind in enumerate(kinds) if kind == "sliding_attention")
+        return Found(windowed(size, kinds), f"attention: a sliding window of {size} tokens in layer {some}, else every")
     raise IncompatibleDrafter(
-        f"{source.name} has layer_types {kinds} and sliding_window {size!r}: layers of one kind (full_attention, or "
-        "sliding_attention with a window) are required."
+        f"{source.name} has layer_types {kinds} and sliding_window {size!r}: full_attention, or sliding_attention with "
+        f"a window, is required of each of its {layers} layers."
     )
+
+
+def windowed(size: int | None, kinds: list[str] | None = None) -> dict[str, Any]:
+    """Return the fields of ``DrafterConfig`` for a window of all layers, or of those that ``kinds`` tells."""
+    return {"sliding_window": size, "layer_types": kinds}
 
 
 def _everything(kinds: list[str], size: int | None) -> Found:
@@ -185,7 +198,7 @@ def _everything(kinds: list[str], size: int | None) -> Found:
     if set(kinds) - {"full_attention"}:
         line = f"layer_types {kinds} is not followed: layers of this layout attend to every earlier token. Pass "
         warnings = (f"{line}sliding_window={size} if the drafter was trained otherwise.",)
-    return Found(None, "attention: every earlier token", warnings)
+    return Found(windowed(None), "attention: every earlier token", warnings)
 
 
 def match(
@@ -270,7 +283,6 @@ def layer_settings(checkpoint: Checkpoint) -> dict[str, Any]:
     config = checkpoint.config
     rope = dict(config.rope_parameters)
     base = rope.pop("rope_theta", DEFAULT_BASE)
-    kinds = "sliding_attention" if config.sliding_window else "full_attention"
     plain = (
         "hidden_size",
         "intermediate_size",
@@ -293,7 +305,8 @@ def layer_settings(checkpoint: Checkpoint) -> dict[str, Any]:
         "rope_theta": base,
         "rope_scaling": None if rope.get("rope_type", "default") == "default" else rope,
         "rope_parameters": {**rope, "rope_theta": base},
-        "layer_types": [kinds] * config.num_hidden_layers,
+        **({PART: rope[PART]} if PART in rope else {}),  # SGLang reads it there, vLLM in either place
+        "layer_types": config.layer_kinds,
         "use_sliding_window": bool(config.sliding_window),
         "tie_word_embeddings": False,
         "use_cache": True,

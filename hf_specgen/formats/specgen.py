@@ -11,13 +11,13 @@ from hf_specgen.drafter_config import LAYER_TYPES, METHODS, DrafterConfig
 from hf_specgen.errors import IncompatibleDrafter
 from hf_specgen.formats.base import Checkpoint, Layout, Plan, ReadOptions, Source
 from hf_specgen.formats.eagle3_common import norm_line, served_flags
+from hf_specgen.formats.rope import rope_of
 from hf_specgen.formats.shapes import state_shapes
 from hf_specgen.formats.shared import (
     floats_only,
     head_lines,
     layer_settings,
     match,
-    rope_of,
     store,
     vocabulary_line,
     window_of,
@@ -42,7 +42,7 @@ SHARED = (
     "vocab_size",
 )
 # The layer type is ``model_type`` there, the rope and the window stand there in the engines' own ways.
-TOLD_OTHERWISE = ("layer_type", "rope_parameters", "sliding_window")
+TOLD_OTHERWISE = ("layer_type", "rope_parameters", "sliding_window", "layer_types")
 ARCHITECTURES = {"eagle3": "LlamaForCausalLMEagle3", "eagle": "LlamaForCausalLMEagle", "medusa": "MedusaDrafter"}
 OURS = (
     "SpecGenDrafter"  # some rows of the target's head: no engine reads that, and none may take it for another drafter
@@ -136,13 +136,10 @@ def read_config(source: Source) -> DrafterConfig:
             "A newer hf_specgen may know it."
         )
     shared = {name: settings[name] for name in SHARED if name in settings}
-    return DrafterConfig(
-        **shared,
-        **own,
-        layer_type=layer_type,
-        rope_parameters=rope_of(source, settings).value,
-        sliding_window=window_of(source, settings).value,
-    )
+    config = DrafterConfig(**shared, **own, layer_type=layer_type, **window_of(source, settings).value)
+    if config.method != "medusa":  # has no layers
+        config.rope_parameters = rope_of(source, settings, config.head_dim, config.num_hidden_layers).value
+    return config
 
 
 def _own_fields() -> list[str]:
@@ -160,8 +157,9 @@ def _notes(source: Source, config: DrafterConfig) -> tuple[str, ...]:
         features = (f"target layers: boundaries {stated}, as the config states", norm_line(config))
     else:
         features = ("target layers: what the head reads, after the last norm", f"fc: bias {config.fc_bias}")
-    ropes, window = rope_of(source, source.config), window_of(source, source.config)
-    return (first, *features, vocabulary_line(config), ropes.note, window.note, *head_lines(config))
+    rope = rope_of(source, source.config, config.head_dim, config.num_hidden_layers)
+    window = window_of(source, source.config)
+    return (first, *features, vocabulary_line(config), rope.note, window.note, *head_lines(config))
 
 
 LAYOUT = SpecGenLayout()

@@ -42,7 +42,7 @@ class VllmEagle(Layout):
             source,
             options,
             {renamed(name): full for name, full in short_names(source).items()},
-            {**nested_settings(source), "num_hidden_layers": 1},
+            nested_settings(source),
             "EAGLE-1 of the speculators library",
             theirs,
         )

@@ -9,7 +9,7 @@ from typing import Any
 from hf_specgen.drafter_config import DrafterConfig
 from hf_specgen.errors import IncompatibleDrafter
 from hf_specgen.formats.base import Checkpoint, Layout, Plan, ReadOptions, Source
-from hf_specgen.formats.eagle3_common import IDS, Reading, numbered, plan_eagle3
+from hf_specgen.formats.eagle3_common import IDS, OURS, Reading, numbered, plan_eagle3
 from hf_specgen.formats.layer_ids import LayerIds
 from hf_specgen.formats.shared import layer_settings, store
 
@@ -51,23 +51,24 @@ class VllmEagle3(Layout):
     def plan(self, source: Source, options: ReadOptions) -> Plan:
         """Resolve config and names. Raises: ``IncompatibleDrafter`` as every layout does."""
         config, settings = source.config, nested_settings(source)
-        ids = config.get(IDS) or None
+        ids = _ids(config)
         before = config.get("norm_before_residual")
         trained, told = _trained_for(config)
         reading = Reading(
             title="EAGLE-3 in the speculators layout, as vLLM reads it",
             settings=settings,
-            ids=LayerIds(None if ids is None else tuple(ids), certain=True),
+            ids=ids,
             draft_vocab_size=config.get("draft_vocab_size"),
             layer_type=settings["model_type"],
             windows=True,
+            own_depth=True,
             # vLLM takes True where the key is absent, the library that wrote the file False: vLLM is what serves it
             norm_before_residual=True if before is None else bool(before),
             norm_output=bool(config.get("norm_output")),
             claims=frozenset(name for name in ("norm_before_fc", "fc_norm") if config.get(name)),
             target=trained,
             notes=told,
-            warnings=_doubts(None if options.aux_layer_convention else ids, before),
+            warnings=_doubts(options, before),
         )
         return plan_eagle3(source, options, reading)
 
@@ -101,6 +102,7 @@ def config_file(checkpoint: Checkpoint) -> dict[str, Any]:
     settings.pop("torch_dtype")
     version = settings.pop("transformers_version")
     architectures = config.target.get("architectures") or []
+    taken = list(config.aux_layer_boundaries)
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": config.num_tokens or DRAFTED,
@@ -115,7 +117,8 @@ def config_file(checkpoint: Checkpoint) -> dict[str, Any]:
         "norm_before_fc": config.norm_before_fc,
         "fc_norm": config.fc_norm,
         "norm_output": config.norm_output,
-        IDS: list(config.aux_layer_boundaries) or None,
+        IDS: taken or None,
+        **({OURS: taken} if taken[:1] == [1] else {}),  # or they would look like copied layer outputs
         "target_hidden_size": None if config.target_hidden_size == config.hidden_size else config.target_hidden_size,
         "tie_word_embeddings": False,
         "dtype": dtype,
@@ -134,6 +137,14 @@ def config_file(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
+def _ids(config: Mapping[str, Any]) -> LayerIds:
+    """Return the layer ids: boundaries, which our own key states where they might be taken for copies."""
+    if config.get(OURS):
+        return LayerIds(tuple(config[OURS]), stated=True)
+    ids = config.get(IDS)
+    return LayerIds(tuple(ids) if ids else None, certain=True, served=True)
+
+
 def _trained_for(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     told = config.get("speculators_config") or {}
     target = told.get("verifier") or {}
@@ -144,19 +155,13 @@ def _trained_for(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, 
     return {name: value for name, value in kept.items() if value}, lines
 
 
-def _doubts(ids: list[int] | None, before: bool | None) -> tuple[str, ...]:
-    lines = []
-    if before is None:
-        lines.append(
-            "norm_before_residual is not in the config: read as true, as vLLM does; the speculators library itself "
-            "reads false. Pass norm_before_residual=False if few drafts are accepted."
-        )
-    if ids and ids[0] == 1:
-        lines.append(
-            f"the layer ids {ids} begin with 1, so they may have been copied from a config of layer outputs; they are "
-            "read as boundaries. Pass aux_layer_convention='layer_output' if few drafts are accepted."
-        )
-    return tuple(lines)
+def _doubts(options: ReadOptions, before: bool | None) -> tuple[str, ...]:
+    if before is not None or "norm_before_residual" in options.given:
+        return ()
+    return (
+        "norm_before_residual is not in the config: read as true, as vLLM does; the speculators library itself reads "
+        "false. Pass norm_before_residual=False if few drafts are accepted.",
+    )
 
 
 def _refuse_what_vllm_lacks(config: DrafterConfig) -> None:
