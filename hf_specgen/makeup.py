@@ -84,7 +84,10 @@ def _is_own_function(function: Any) -> bool:
 
 def _is_own_attention(model: PreTrainedModel) -> bool:
     """Tell whether the attention that the config names is transformers' own (models look it up in a table)."""
-    table = vars(sys.modules[type(model).__module__]).get("ALL_ATTENTION_FUNCTIONS", AttentionInterface())
+    written_in = sys.modules.get(type(model).__module__)  # a class made at run time may name a file that is not there
+    table = AttentionInterface()
+    if written_in is not None:
+        table = vars(written_in).get("ALL_ATTENTION_FUNCTIONS", table)
     function = table.get(implementation_of(model))
     return function is None or _is_own_function(function)
 
