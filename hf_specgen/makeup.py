@@ -123,4 +123,5 @@ def _identity(function: Any | None) -> Hashable:
 
 
 def _identity_of(function: Any) -> tuple[Hashable, ...]:
-    return id(function), function.__code__ if isinstance(function, FunctionType) else type(function)
+    code: Hashable = function.__code__ if isinstance(function, FunctionType) else type(function)
+    return id(function), code
