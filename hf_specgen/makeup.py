@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
@@ -36,14 +36,14 @@ class Makeup:
 
     is_own: bool
     is_quantised: bool
-    parts: tuple[Hashable, ...]
+    parts: tuple[object, ...]
 
 
 def makeup_of(model: PreTrainedModel) -> Makeup:
     """Look at every module of a model once; a few microseconds a module."""
     kinds: dict[type[nn.Module], bool] = {}
     files: dict[str, bool] = {}
-    parts: list[Hashable] = [implementation_of(model), model.dtype]
+    parts: list[object] = [implementation_of(model), model.dtype]
     quantised = vars(model.config).get("quantization_config") is not None
     own = _is_own_attention(model) and not quantised
     for module in model.modules():
@@ -115,13 +115,13 @@ def _hooks(hook: Any) -> Iterator[Any]:
         yield from _hooks(part)
 
 
-def _identity(function: Any | None) -> Hashable:
+def _identity(function: Any | None) -> object:
     """Return what tells a callable from another without keeping it, and what it closes over, alive."""
     if isinstance(function, MethodType):
         return (*_identity_of(function.__func__), id(function.__self__))
     return None if function is None else _identity_of(function)
 
 
-def _identity_of(function: Any) -> tuple[Hashable, ...]:
-    code: Hashable = function.__code__ if isinstance(function, FunctionType) else type(function)
+def _identity_of(function: Any) -> tuple[int, object]:
+    code: object = function.__code__ if isinstance(function, FunctionType) else type(function)
     return id(function), code
