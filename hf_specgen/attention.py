@@ -113,9 +113,12 @@ def attend(
     Shapes: ``query (B, Hq, S, D)``, ``key, value (B, Hkv, T, D)``, ``attention_mask (B, 1, S, T)`` bool. Returns:
     ``(B, S, Hq, D)`` and None.
     """
-    if attention_mask is None or not _is_ours(dropout, kwargs, ("softcap", "s_aux", "position_bias")):
+    # some models (Doge) make a mask of numbers for every head out of ours
+    plain_mask = attention_mask is not None and attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1
+    if not plain_mask or not _is_ours(dropout, kwargs, ("softcap", "s_aux", "position_bias")):
         own = AttentionInterface()["sdpa"]
         return own(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+    assert attention_mask is not None
     return _run(query, key, value, attention_mask, scaling)
 
 

@@ -102,8 +102,8 @@ class SpeculativeDecoding:
             self.tokenizer,
         )
         check_request(model, generation_config, inputs)
-        check_target(model)
         stops = Stops.sort(stopping_criteria)
+        check_target(model, stops.max_length)
         pad = pad_token(generation_config, stops, len(input_ids))
         warp = Warp(logits_processor, len(input_ids))
         sequences = prepare(model, input_ids, warp, stops, generation_config, options, inputs)

@@ -259,14 +259,14 @@ def _check(model: nn.Module) -> None:
                 "may come and go. Load it without device_map, or leave prepack out."
             )
     for path, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if not _is_plain(tensor):
+        if not is_plain(tensor):
             kind = f"{type(tensor).__name__} of {str(tensor.dtype).removeprefix('torch.')}"
             raise SpecGenError(f"{name} is quantised or sharded: {path} is a {kind}. {_WAY_OUT}")
         if not tensor.is_cpu:
             raise SpecGenError(f"{name} is not on the CPU: {path} is on {tensor.device}. {_WAY_OUT}")
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
     """Tell whether a tensor is ordinary: no subclass, and not of a type that only quantised weights have."""
     if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
         return False

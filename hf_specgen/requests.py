@@ -163,18 +163,19 @@ def check_positions(model: PreTrainedModel, lengths: list[int], budget: int) -> 
     """
     settings = model.config.get_text_config(decoder=True).to_dict()
     rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
-    kind = rope.get("rope_type") if isinstance(rope.get("rope_type"), str) else None
-    if kind not in ("longrope", "dynamic"):
-        return
-    limit = rope.get("original_max_position_embeddings") or settings.get("original_max_position_embeddings")
-    limit = limit or settings["max_position_embeddings"]
     longest, shortest = max(lengths) + budget, min(lengths)
-    if longest > limit and (kind == "dynamic" or shortest <= limit):
-        raise SpecGenError(
-            f"rope_type={kind!r} changes its factors at {limit} tokens and this batch spans {shortest} to {longest}: "
-            "all rows "
-            "must stay on one side. Lower max_new_tokens, split the batch, or use plain generate()."
-        )
+    for inner in (rope, *(value for value in rope.values() if isinstance(value, dict))):  # one a layer kind, or one
+        kind = inner.get("rope_type") if isinstance(inner.get("rope_type"), str) else ""
+        if kind != "longrope" and "dynamic" not in kind:
+            continue
+        limit = inner.get("original_max_position_embeddings") or settings.get("original_max_position_embeddings")
+        limit = limit or settings["max_position_embeddings"]
+        if longest > limit and ("dynamic" in kind or shortest <= limit):
+            raise SpecGenError(
+                f"rope_type={kind!r} changes its factors at {limit} tokens and this batch spans {shortest} to "
+                f"{longest}: all rows must stay on one side. Lower max_new_tokens, split the batch, or use plain "
+                "generate()."
+            )
 
 
 def read_request(config: GenerationConfig, own: GenerationConfig | None, asked: DraftRequest) -> DraftRequest:

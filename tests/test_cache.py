@@ -234,10 +234,6 @@ REFUSED = {
     "lfm2": ({"layer_types": ["conv", "full_attention"]}, "conv"),
     "falcon_h1": ({}, "LinearAttentionAndFullAttentionLayer"),
     "bamba": ({}, "LinearAttentionLayer"),
-    "gemma3n_text": (
-        {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
-        "DummyLayer|2 cache layers for 4",
-    ),
 }
 
 
