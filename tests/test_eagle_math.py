@@ -135,7 +135,7 @@ EAGLE3: dict[str, dict[str, object]] = {
     "two layers, biases": {"num_hidden_layers": 2, "attention_bias": True, "mlp_bias": True, "reduced": True},
     "window": {"sliding_window": 4, "num_hidden_layers": 2, "norm_output": True},
     "the target's head": {"own_head": False, "rms_norm_eps": 1e-3},
-    "five features": {"aux_layer_boundaries": [0, 1, 2, 3, 2], "reduced": True},
+    "four features": {"aux_layer_boundaries": [0, 1, 2, 3], "reduced": True},
 }
 MEDUSA: dict[str, dict[str, object]] = {
     "plain": {"num_heads": 4},
