@@ -232,12 +232,12 @@ def _tools(report: Report, name: str, target: str) -> list[dict[str, Any]]:
 
 
 def _medusa_tools(config: DrafterConfig, name: str, model: str) -> list[dict[str, Any]]:
-    """Return how to serve heads: TGI knows those over all ids, vLLM those over some that borrow the target's head."""
+    """Return how to serve heads over all ids; TGI knows no others, and vLLM 0.32.0 documents them and loads none."""
+    if config.reduces_vocabulary:
+        return []
     lent = "" if config.own_head else f" --target {model}"
     place, before = _place(name, False, f"medusa-vllm{lent}")
     vllm = _tool("vLLM", [*before, *_vllm_lines(model, "medusa", place, config.num_heads)])
-    if config.reduces_vocabulary:
-        return [] if config.own_head else [vllm]
     lines = [f"hf-specgen convert {name} out --to medusa{lent}", f"text-generation-launcher --model-id {model} ..."]
     return [_tool("Text Generation Inference", lines), vllm]
 

@@ -61,17 +61,19 @@ SERVED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "medusa, two blocks": ("medusa", "medusa", {"num_heads": 3, "num_head_layers": 2}),
     "medusa, the target's head": ("medusa", "medusa", {"num_heads": 3, "own_head": False}),
     "medusa, vLLM's names": ("medusa-vllm", "medusa", {"num_heads": 3}),
-    "medusa, the target's head, some ids": (
-        "medusa-vllm",
-        "medusa",
-        {"num_heads": 3, "own_head": False, "draft_vocab_size": 40},
-    ),
+    "medusa, vLLM's names, the target's head": ("medusa-vllm", "medusa", {"num_heads": 3, "own_head": False}),
 }
 REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "eagle3, bias of fc": (OURS, "eagle3", {"fc_bias": True}),
     "eagle3, qwen3, biases": (OURS, "eagle3", {"layer_type": "qwen3", "attention_bias": True}),
     "eagle, bias of fc": ("eagle", "eagle", {"fc_bias": True}),
-    "medusa, own heads, some ids": ("medusa-vllm", "medusa", {"num_heads": 3, "draft_vocab_size": 40}),
+    # its source documents them; 0.32.0 wants rows for all ids of own heads, and finds token_map not loaded
+    "medusa, some ids": ("medusa-vllm", "medusa", {"num_heads": 3, "draft_vocab_size": 40}),
+    "medusa, the target's head, some ids": (
+        "medusa-vllm",
+        "medusa",
+        {"num_heads": 3, "own_head": False, "draft_vocab_size": 40},
+    ),
 }
 
 
@@ -174,4 +176,6 @@ def test_vllm_drafts_what_we_draft(case: str, results: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_vllm_would_draft_otherwise_it_refuses(case: str, results: dict[str, Any]) -> None:
-    assert "refused" in results["theirs"][case], results["theirs"][case]
+    reason = results["theirs"][case]["refused"]
+    wanted = "are not supported" if "ids" not in case else ("token_map", "AssertionError")[case == "medusa, some ids"]
+    assert wanted in reason, reason

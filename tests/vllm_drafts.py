@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 QUIET = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
@@ -58,6 +57,7 @@ def run(plan: dict[str, Any], case: dict[str, Any], drafts: list[Any]) -> dict[s
         max_num_seqs=2,
         enforce_eager=True,
         seed=0,
+        kv_cache_memory_bytes=1 << 26,
         enable_prefix_caching=False,
         speculative_config={
             "method": case["method"],

@@ -90,10 +90,10 @@ class MedusaVllm(Layout):
             head = _lent_head(checkpoint)
             tensors[HEAD] = head if ids is None else head[ids.to(head.device)]
             settings["original_lm_head"] = True
-        elif ids is not None:
+        if ids is not None:
             python_warnings.warn(
-                "vLLM 0.32.0 cannot load heads of their own over some ids (it stops with an AssertionError): versions "
-                "that give them truncated_vocab_size rows can.",
+                "vLLM 0.32.0 documents heads over some ids (token_map, truncated_vocab_size) and cannot load them: it "
+                "stops with an error. Another version may.",
                 stacklevel=2,
             )
         settings |= {
