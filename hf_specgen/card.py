@@ -16,6 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from hf_specgen.drafter_config import DrafterConfig
 from hf_specgen.errors import SpecGenError
 from hf_specgen.formats.base import ReadOptions
+from hf_specgen.formats.vllm_serves import dropped_by_vllm
 from hf_specgen.hub import Report, open_checkpoint
 
 CARD = "README.md"
@@ -208,16 +209,15 @@ def _python(config: DrafterConfig, name: str, target: str) -> list[str]:
 def _tools(report: Report, name: str, target: str) -> list[dict[str, Any]]:
     """Return how to serve the drafter elsewhere: as it lies there where that is read, else converted first."""
     config, model = report.config, target or "<the target>"
-    if config.reduces_vocabulary and (config.method == "medusa" or not config.own_head):
-        return []  # no other layout can say it
     if config.method == "medusa":
-        lines = [f"hf-specgen convert {name} out --to medusa", f"text-generation-launcher --model-id {model} ..."]
-        return [{"name": "Text Generation Inference", "text": _NOT_RUN.format("TGI"), "lines": lines}]
+        return _medusa_tools(config, name, model)
+    if config.reduces_vocabulary and not config.own_head:
+        return []  # no other layout can say it
     tokens, first, pairs = config.num_tokens or 3, config.aux_layer_boundaries[:1], config.method == "eagle3"
     ours = report.layout == "specgen" and pairs
-    place, before = _place(name, ours, "vllm-speculators" if pairs else "eagle")
-    settings = f"""{{"method": "{config.method}", "model": "{place}", "num_speculative_tokens": {tokens}}}"""
-    vllm = [*before, f"vllm serve {model} --speculative-config \\", f"  '{settings}'"]
+    # the default layout is the one that may leave the head to the target
+    place, before = _place(name, ours, ("vllm-speculators" if config.own_head else "specgen") if pairs else "eagle")
+    vllm = [*before, *_vllm_lines(model, config.method, place, tokens)]
     # SGLang adds one to the layer ids if, and only if, the first is 1: the boundary 1 cannot be told
     place, before = _place(name, ours and first == [2], "sglang-eagle3" if pairs else "eagle")
     sglang = [
@@ -226,8 +226,29 @@ def _tools(report: Report, name: str, target: str) -> list[dict[str, Any]]:
         f"  --speculative-draft-model-path {place} --speculative-num-steps {tokens} --speculative-eagle-topk 1 \\",
         f"  --speculative-num-draft-tokens {tokens + 1}",
     ]
-    found = {"vLLM": vllm} if first == [1] else {"vLLM": vllm, "SGLang": sglang}
-    return [{"name": title, "text": _NOT_RUN.format(title), "lines": lines} for title, lines in found.items()]
+    served = {"vLLM": not dropped_by_vllm(config), "SGLang": first != [1] and not (pairs and config.fc_bias)}
+    found = {"vLLM": vllm, "SGLang": sglang}
+    return [_tool(title, lines) for title, lines in found.items() if served[title]]
+
+
+def _medusa_tools(config: DrafterConfig, name: str, model: str) -> list[dict[str, Any]]:
+    """Return how to serve heads over all ids; TGI knows no others, and vLLM 0.32.0 documents them and loads none."""
+    if config.reduces_vocabulary:
+        return []
+    lent = "" if config.own_head else f" --target {model}"
+    place, before = _place(name, False, f"medusa-vllm{lent}")
+    vllm = _tool("vLLM", [*before, *_vllm_lines(model, "medusa", place, config.num_heads)])
+    lines = [f"hf-specgen convert {name} out --to medusa{lent}", f"text-generation-launcher --model-id {model} ..."]
+    return [_tool("Text Generation Inference", lines), vllm]
+
+
+def _tool(title: str, lines: list[str]) -> dict[str, Any]:
+    return {"name": title, "text": _NOT_RUN.format(title), "lines": lines}
+
+
+def _vllm_lines(model: str, method: str, place: str, tokens: int) -> list[str]:
+    settings = f"""{{"method": "{method}", "model": "{place}", "num_speculative_tokens": {tokens}}}"""
+    return [f"vllm serve {model} --speculative-config \\", f"  '{settings}'"]
 
 
 def _place(name: str, as_it_is: bool, layout: str) -> tuple[str, list[str]]:

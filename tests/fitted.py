@@ -27,7 +27,7 @@ def config_of(method: str, model: PreTrainedModel, texts: list[list[int]], **set
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 256}
     own: dict[str, object] = {"own_head": method != "eagle"}
     if method == "eagle3":
-        own["aux_layer_boundaries"] = [min(1, layers), layers, 0]
+        own["aux_layer_boundaries"] = sorted({0, min(1, layers), layers})
     if settings.pop("reduced", False):
         own["draft_vocab_size"] = len(kept_ids(texts, sizes["vocab_size"]))
     return DrafterConfig(method, **{**sizes, **heads, **own, **settings})

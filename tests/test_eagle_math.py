@@ -139,7 +139,7 @@ EAGLE3: dict[str, dict[str, object]] = {
     "rotated in part": {"layer_type": "qwen3", "num_hidden_layers": 2, **PART},
     "one window": {"sliding_window": 3, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
     "the target's head": {"own_head": False, "rms_norm_eps": 1e-3},
-    "five features": {"aux_layer_boundaries": [0, 1, 2, 3, 2], "reduced": True},
+    "four features": {"aux_layer_boundaries": [0, 1, 2, 3], "reduced": True},
 }
 MEDUSA: dict[str, dict[str, object]] = {
     "plain": {"num_heads": 4},

@@ -208,7 +208,7 @@ def test_what_is_written_for_others(tmp_path: Path) -> None:
     found = read(source_of(*authors(rope_theta=5e5)))
     layout_named("eagle").write(found, tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
-    assert written["architectures"] == ["LlamaForCausalLMEagle"]
+    assert written["architectures"] == ["LlamaForCausalLMEagle"], "fc has a bias, which vLLM would drop"
     assert (written["bias"], written["rope_theta"], written["rope_parameters"]["rope_theta"]) == (True, 5e5, 5e5)
     assert (written["torch_dtype"], written["dtype"]) == ("float32", "float32")
     assert set(opened(tmp_path).shapes) == set(eagle_shapes())

@@ -170,12 +170,13 @@ def test_others_parse_our_config(layer_type: str, tmp_path: Path) -> None:
     settings = {"rope_parameters": LINEAR, "layer_type": layer_type, "draft_vocab_size": VD, "sliding_window": 8}
     drafter(settings).save_pretrained(tmp_path)
     parsed = AutoConfig.from_pretrained(tmp_path)
-    assert (parsed.model_type, parsed.architectures) == (layer_type, ["LlamaForCausalLMEagle3"])
+    named = {"llama": "LlamaForCausalLMEagle3", "qwen3": "Eagle3Qwen3ForCausalLM"}[layer_type]
+    assert (parsed.model_type, parsed.architectures) == (layer_type, [named])
     assert {name: parsed.rope_parameters[name] for name in LINEAR} == LINEAR
     assert (parsed.hidden_size, parsed.num_key_value_heads, parsed.head_dim) == (H, K, H // 4)
     assert (parsed.draft_vocab_size, parsed.vocab_size, parsed.tie_word_embeddings) == (VD, V, False)
     raw = written(tmp_path)
-    assert (raw["rope_theta"], raw["rope_scaling"]) == (5e5, {"rope_type": "linear", "factor": 2.0})
+    assert (raw["rope_theta"], raw["rope_scaling"]) == (5e5, {"rope_type": "linear", "type": "linear", "factor": 2.0})
     assert raw["layer_types"] == ["sliding_attention"]
     assert raw["norm_before_residual"] is False
     names = set(opened(tmp_path).shapes)

@@ -165,10 +165,13 @@ class Replaced(Misreported):
         return replace(draft, without_replacement=False)
 
 
-@pytest.mark.parametrize(("fault", "method"), [(Misreported, "eagle"), (Replaced, "eagle3"), (Replaced, "medusa")])
-def test_a_wrong_law_is_noticed(fault: type[Misreported], method: str, four) -> None:
+# the seed: a random drafter whose siblings weigh enough for the fault to show in 2,000 texts
+@pytest.mark.parametrize(
+    ("fault", "method", "seed"), [(Misreported, "eagle", 0), (Replaced, "eagle3", 2), (Replaced, "medusa", 0)]
+)
+def test_a_wrong_law_is_noticed(fault: type[Misreported], method: str, seed: int, four) -> None:
     law = enumerate_law(four, prompt(4), 3, do_sample=True, top_k=0)
-    watch = fault(sampled(method, four, "static").inner)
+    watch = fault(sampled(method, four, "static", seed=seed).inner)
     draws = draw(four, watch, 2_000, tokens=3, top_k=0)
     assert watch.longest >= 2
     assert p_value(draws, law, 4) < ENOUGH

@@ -255,7 +255,7 @@ def test_layouts_that_cannot_say_it_refuse(tmp_path: Path) -> None:
         found = full(kind, model).shortened(ids).checkpoint()
         with pytest.raises(IncompatibleDrafter):
             layout_named(layout).write(found, tmp_path)
-    short = full("eagle3", model, aux_layer_boundaries=[2, 1, 0]).shortened(ids)
+    short = full("eagle3", model, aux_layer_boundaries=[0, 1, 2]).shortened(ids)
     layout_named("sglang-eagle3").write(short.checkpoint(), tmp_path)
     again = load_drafter(tmp_path, target=model)
     assert torch.equal(again.target_ids, ids)

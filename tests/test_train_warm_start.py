@@ -58,13 +58,13 @@ def drafted(drafter: FeatureDrafter, hidden: tuple[Tensor, ...], ids: Tensor) ->
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
 def test_at_first_the_drafter_is_the_targets_last_layer(family: str) -> None:
     model = of(family, num_hidden_layers=8)
-    drafter, notes = new_drafter("eagle3", model, SOME, own_embedding=True, aux_layer_boundaries=[2, 7, 4])
+    drafter, notes = new_drafter("eagle3", model, SOME, own_embedding=True, aux_layer_boundaries=[2, 4, 7])
     assert isinstance(drafter, Eagle3Drafter) and "the target's last layer" in notes
     drafter.attach(model)
     ids = torch.randint(1, 64, (2, 7), generator=torch.Generator().manual_seed(3))
     hidden, logits = read(model, ids, drafter.hidden_layers)
     torch.testing.assert_close(drafted(drafter, hidden, ids), logits[..., SOME], rtol=1e-4, atol=1e-4)
-    cold, _ = new_drafter("eagle3", model, SOME, warm=False, own_embedding=True, aux_layer_boundaries=[2, 7, 4])
+    cold, _ = new_drafter("eagle3", model, SOME, warm=False, own_embedding=True, aux_layer_boundaries=[2, 4, 7])
     cold.attach(model)
     assert isinstance(cold, Eagle3Drafter)
     assert (drafted(cold, hidden, ids) - logits[..., SOME]).abs().max() > 0.1

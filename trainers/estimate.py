@@ -19,6 +19,7 @@ from hf_specgen.errors import SpecGenError
 from hf_specgen.facts import TargetFacts
 from hf_specgen.loading import drafter_class
 from hf_specgen.taps import FINAL
+from hf_specgen.trainers.warm_start import default_boundaries
 
 TARGET = "target"
 METHODS = ("medusa", "eagle", "eagle3", "distill")
@@ -139,11 +140,10 @@ def new_config(plan: Plan, facts: TargetFacts, settings: dict[str, object]) -> D
         for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
         if settings.get(name)
     }
-    depth = facts.num_layers
     more = {
         "medusa": {"num_heads": plan.steps},
         "eagle": {"own_head": False},
-        "eagle3": {"aux_layer_boundaries": [min(2, depth), depth // 2, max(depth - 3, 0)]},
+        "eagle3": {"aux_layer_boundaries": list(default_boundaries(facts.num_layers))},
     }
     return DrafterConfig(
         method=plan.method,

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -73,9 +74,35 @@ def convert(  # noqa: PLR0913 - one parameter a flag
         found = with_fewer_ids(found, draft_vocab_size, data, split, target)
     elif data is not None:
         raise SpecGenError("--data is for --draft-vocab-size N: say how many ids are kept, or leave it out.")
+    layout = layout_named(to.value)
+    found = with_lent(found, layout.borrowed(found.config), target)
     with replaced(folder) as fresh:
-        layout_named(to.value).write(found, fresh)
+        layout.write(found, fresh)
     _tell(found, folder, to.value)
+
+
+def with_lent(found: Checkpoint, wanted: tuple[str, ...], target: str | None) -> Checkpoint:
+    """Return a checkpoint beside those of the target's matrices that the layout's readers expect in the file.
+
+    Without ``--target`` the target is the one that the drafter names, if its files can be had: the layout says what
+    follows where they cannot.
+    """
+    from hf_specgen.cli.session import note
+    from hf_specgen.formats.lent import lent_by
+    from hf_specgen.hub import open_source
+
+    name = target or str(found.config.target.get("name") or "")
+    if not wanted or not name:
+        return found
+    try:
+        lent = lent_by(open_source(name), found.config, wanted)
+    except SpecGenError as error:
+        if target is not None:
+            raise
+        note(f"{', '.join(wanted)} of {name} cannot be written too: {error}")
+        return found
+    note(f"{', '.join(wanted)}: written too, as {name} has it")
+    return replace(found, lent=lent)
 
 
 def check_replaceable(folder: Path, force: bool) -> None:

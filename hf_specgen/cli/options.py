@@ -42,6 +42,7 @@ class OutLayout(str, Enum):
     vllm = "vllm-speculators"
     eagle = "eagle"
     medusa = "medusa"
+    medusa_vllm = "medusa-vllm"
 
 
 def convention(chosen: AuxLayer | None) -> str | None:

@@ -133,7 +133,10 @@ class Eagle3Drafter(FeatureDrafter):
 
 def _check(config: DrafterConfig) -> None:
     """Refuse a configuration that contradicts itself."""
+    taken = config.aux_layer_boundaries
     reasons = {
+        f"aux_layer_boundaries={taken}, which do not grow strictly: features are taken in the order of the layers, as "
+        "vLLM and SGLang take them; sort them, and the columns of fc with them": taken != sorted(set(taken)),
         "norm_before_fc and fc_norm are both set: they exclude each other": config.norm_before_fc and config.fc_norm,
         "own_embedding=False with another hidden size than the target's: the target's embedding does not fit": (
             not config.own_embedding and config.hidden_size != config.target_hidden_size

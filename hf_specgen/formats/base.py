@@ -67,6 +67,7 @@ class Checkpoint:
 
     ``tensors`` is exactly the drafter's ``state_dict``. ``notes``: one line per decision that a user may want to see
     (layer boundaries, norms, vocabulary, who owns embedding and head). ``warnings``: what may cost acceptance.
+    ``lent``: the target's own matrices that a layout writes beside the drafter's (``Layout.borrowed``), by our names.
     """
 
     config: DrafterConfig
@@ -74,6 +75,7 @@ class Checkpoint:
     layout: str
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    lent: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Layout(ABC):
@@ -101,6 +103,10 @@ class Layout(ABC):
         loaded = source.load(plan.names.values())
         tensors = {ours: loaded[theirs] for ours, theirs in plan.names.items()}
         return plan.finish(Checkpoint(plan.config, tensors, self.name, plan.notes, plan.warnings))
+
+    def borrowed(self, config: DrafterConfig) -> tuple[str, ...]:
+        """Return which of the target's matrices this layout's readers expect in the file, see ``Checkpoint.lent``."""
+        return ()
 
     def write(self, checkpoint: Checkpoint, folder: Path) -> None:
         """Write the checkpoint into a folder as this layout.

@@ -209,17 +209,22 @@ def norm_line(config: DrafterConfig) -> str:
 
 
 def served_flags(config: DrafterConfig) -> dict[str, Any]:
-    """Return what SGLang and vLLM read beside the layers' settings; ids in ``eagle_config`` are layer outputs."""
+    """Return what SGLang and vLLM read beside the layers' settings; ids in ``eagle_config`` are layer outputs.
+
+    Two keys stand there only where they say something: SafeAILab's loader leaves the target's embedding unread where
+    it sees ``target_hidden_size``, and SpecForge before #879 reads ``norm_output: false`` as no norm at all.
+    """
     taken = config.aux_layer_boundaries
+    wide = config.target_hidden_size != config.hidden_size
     # without ids, engines and authors take the same layers by the published rule
     listed = {IDS: [boundary - 1 for boundary in taken]} if taken else {}
     return {
         "draft_vocab_size": config.draft_vocab_size if config.own_head else None,
-        "target_hidden_size": config.target_hidden_size,
+        **({"target_hidden_size": config.target_hidden_size} if wide else {}),
         "norm_before_residual": config.norm_before_residual,
         "norm_before_fc": config.norm_before_fc,
         "fc_norm": config.fc_norm,
-        "norm_output": config.norm_output,
+        **({"norm_output": True} if config.norm_output else {}),
         **({IDS: list(taken)} if taken else {}),
         "eagle_config": {**listed, "use_aux_hidden_state": True, "norm_before_fc": config.norm_before_fc},
     }

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import transformers
+
 from hf_specgen.drafter_config import DrafterConfig
 from hf_specgen.formats.base import Checkpoint, Plan, ReadOptions, Source
 from hf_specgen.formats.shared import floats_only, match, refuse_unreadable
@@ -101,10 +103,7 @@ def plan_heads(source: Source, options: ReadOptions, prefix: str = "", backbone:
     heads = Heads.find(source, prefix)
     rows, hidden = heads.last(source)
     vocab = rows if heads.own else options.target.vocab_size or int(source.config.get("vocab_size") or 0)
-    found = source.config.get(KEY) or {}
-    kept = {name: found[name] for name in _KEPT if found.get(name)}
-    kept["target"] = {"name": base_model(source), **kept.get("target", {})}
-    config = heads.config(hidden, vocab, **kept)
+    config = heads.config(hidden, vocab, **settings_kept(source))
     others = {name: name for name in source.shapes if name not in heads.names.values()}
     left_out = frozenset(name for name in others if backbone and name.startswith(backbone))
     names = match(source, {**others, **heads.names}, config, dropped=left_out, spoken=lambda name: prefix + name)
@@ -125,6 +124,25 @@ def kept_settings(config: DrafterConfig) -> dict[str, Any]:
     """Return the settings of ours that ``plan_heads`` reads back."""
     fields = config.to_dict()
     return {name: fields[name] for name in _KEPT if fields[name]}
+
+
+def settings_kept(source: Source) -> dict[str, Any]:
+    """Return the settings of ours that a file keeps, and the target's name."""
+    found = source.config.get(KEY) or {}
+    kept = {name: found[name] for name in _KEPT if found.get(name)}
+    return {**kept, "target": {"name": base_model(source), **kept.get("target", {})}}
+
+
+def served_settings(config: DrafterConfig, vocab: int) -> dict[str, Any]:
+    """Return what vLLM must be told of heads in any layout; without ``medusa_fc_bias`` it drops their biases."""
+    return {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "base_model_name_or_path": config.target.get("name", ""),
+        "hidden_size": config.hidden_size,
+        "vocab_size": vocab,
+        "transformers_version": transformers.__version__,
+    }
 
 
 def base_model(source: Source) -> str:

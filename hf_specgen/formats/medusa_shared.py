@@ -19,7 +19,8 @@ class SharedHeads(Layout):
 
     def plan(self, source: Source, options: ReadOptions) -> Plan:
         """Count the heads by their tensors."""
-        return plan_heads(source, options)
+        copied = ("lm_head.",) if source.config.get("original_lm_head") else ()  # the target's, for vLLM
+        return plan_heads(source, options, backbone=copied)
 
 
 LAYOUT = SharedHeads()

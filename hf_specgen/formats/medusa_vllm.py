@@ -1,10 +1,13 @@
-"""Medusa heads as vLLM reads them."""
+"""Medusa heads as vLLM calls them: read, and written where Medusa's own names cannot say it (some ids alone)."""
 
 from __future__ import annotations
 
 import re
+import warnings as python_warnings
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +15,9 @@ from torch import Tensor
 from hf_specgen.drafter_config import DrafterConfig
 from hf_specgen.errors import IncompatibleDrafter
 from hf_specgen.formats.base import Checkpoint, Layout, Plan, ReadOptions, Source, check_names
-from hf_specgen.formats.medusa_common import Heads
-from hf_specgen.formats.shared import floats_only, match, refuse_unreadable, short_names
+from hf_specgen.formats.lent import HEAD
+from hf_specgen.formats.medusa_common import KEY, Heads, kept_settings, served_settings, settings_kept
+from hf_specgen.formats.shared import floats_only, match, refuse_unreadable, short_names, store
 
 _PREFIX = "medusa_heads."
 _BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
@@ -21,7 +25,7 @@ _SHARED = ("lm_head.weight", "lm_heads.0.weight")
 
 
 class MedusaVllm(Layout):
-    """Read ``blocks.*``, ``lm_heads.*`` (or one head for all) and the map of a truncated vocabulary."""
+    """Read and write ``blocks.*``, ``lm_heads.*`` (or one head for all) and the map of a truncated vocabulary."""
 
     name = "medusa-vllm"
     order = 40
@@ -46,10 +50,11 @@ class MedusaVllm(Layout):
                 f"the heads of {source.name} score {rows} ids: {vocab} (vocab_size) or {kept} (truncated_vocab_size) "
                 "is required. The config belongs to other weights."
             )
-        config = heads.config(hidden, vocab, kept)
+        config = heads.config(hidden, vocab, kept, **settings_kept(source))
         others = {name: full for name, full in plain.items() if full not in heads.names.values()}
         dropped = {name for name in others if name == "token_map" or (_one(source) and name.startswith("lm_head"))}
-        borrows = _one(source) and not config.reduces_vocabulary  # the target's own head serves as well as a copy
+        # the target's own head serves as well as a copy
+        borrows = _one(source) and (_copied(source) or not config.reduces_vocabulary)
         absent = [] if heads.own or borrows else ["lm_heads.0.weight"]
         if config.reduces_vocabulary and "token_map" not in plain:
             absent.append("token_map")
@@ -68,6 +73,43 @@ class MedusaVllm(Layout):
             notes += (f"logit_scale {scale:g} is multiplied into the language-model heads",)
         return Plan(config, names, notes, (*heads.warnings, *refused), _finish(source, scale))
 
+    def write(self, checkpoint: Checkpoint, folder: Path) -> None:
+        """Write ``config.json`` and ``model.safetensors``; a reduced vocabulary becomes ``token_map``.
+
+        Raises: ``IncompatibleDrafter`` for another method, or when a head is borrowed and the target's was not read.
+        """
+        config, found = checkpoint.config, checkpoint.tensors
+        if config.method != "medusa":
+            raise IncompatibleDrafter(f"layout 'medusa-vllm' holds Medusa heads and this is {config.method!r}.")
+        tensors = {_spoken(name): tensor for name, tensor in found.items() if name != "d2t"}
+        settings: dict[str, Any] = {}
+        ids = found["d2t"].cpu() + torch.arange(len(found["d2t"])) if "d2t" in found else None
+        if ids is not None:
+            tensors["token_map"] = ids
+        if not config.own_head:
+            head = _lent_head(checkpoint)
+            tensors[HEAD] = head if ids is None else head[ids.to(head.device)]
+            settings["original_lm_head"] = True
+        if ids is not None:
+            python_warnings.warn(
+                "vLLM 0.32.0 documents heads over some ids (token_map, truncated_vocab_size) and cannot load them: it "
+                "stops with an error. Another version may.",
+                stacklevel=2,
+            )
+        settings |= {
+            **served_settings(config, config.vocab_size or len(tensors[HEAD])),
+            "num_heads": config.num_heads,
+            "num_hidden_layers": config.num_head_layers,
+            "medusa_fc_bias": config.head_bias,
+            "truncated_vocab_size": None if ids is None else len(ids),
+            KEY: {**kept_settings(config), "own_head": config.own_head},
+        }
+        store(folder, settings, tensors)
+
+    def borrowed(self, config: DrafterConfig) -> tuple[str, ...]:
+        """Return the target's head where the heads end in it: vLLM reads no other."""
+        return () if config.own_head else (HEAD,)
+
 
 def _names(source: Source, plain: dict[str, str]) -> dict[str, str]:
     """Map our names to the file's; a head that all share stands under every head's name."""
@@ -77,6 +119,8 @@ def _names(source: Source, plain: dict[str, str]) -> dict[str, str]:
             head, layer, kind = block.groups()
             names[f"{head}.{layer}.linear.{kind}"] = theirs
     found = Heads(dict(names))
+    if _copied(source):
+        return names
     shared = [name for name in _SHARED if name in plain and _one(source)]
     for head in range(found.count):
         own = shared[0] if shared else f"lm_heads.{head}.weight"
@@ -90,12 +134,27 @@ def _one(source: Source) -> bool:
     return bool(source.config.get("original_lm_head"))
 
 
+def _copied(source: Source) -> bool:
+    """Tell whether the one head is a copy of the target's, as we mark it."""
+    return (source.config.get(KEY) or {}).get("own_head") is False
+
+
 def _spoken(name: str) -> str:
     """Return what vLLM calls a tensor of ours."""
     head, *rest = name.split(".")
     if not rest:
         return "token_map"
     return f"blocks.{head}.layers.{rest[0]}.{rest[-1]}" if "linear" in rest else f"lm_heads.{head}.weight"
+
+
+def _lent_head(checkpoint: Checkpoint) -> Tensor:
+    """Return the target's head. Raises: ``IncompatibleDrafter`` where it was not read."""
+    if HEAD not in checkpoint.lent:
+        raise IncompatibleDrafter(
+            "vLLM needs a head in this layout and the drafter's heads end in the target's: its files are required "
+            "(hf-specgen convert --target TARGET)."
+        )
+    return checkpoint.lent[HEAD]
 
 
 def _finish(source: Source, scale: float) -> Callable[[Checkpoint], Checkpoint]:

@@ -9,6 +9,7 @@ from hf_specgen.formats.base import Checkpoint, Layout, Plan, ReadOptions, Sourc
 from hf_specgen.formats.eagle3_common import is_eagle3
 from hf_specgen.formats.eagle_common import plan_eagle
 from hf_specgen.formats.shared import layer_settings, short_names, store
+from hf_specgen.formats.vllm_serves import dropped_by_vllm, warn_of_vllm
 
 
 class SafeAILabEagle(Layout):
@@ -59,13 +60,17 @@ class SafeAILabEagle(Layout):
             )
         for name in biases:
             del tensors[name]
+        warn_of_vllm(config)
+        # vLLM puts "Eagle" before the name and takes the first that it knows; without the second it refuses the file
+        served = [] if dropped_by_vllm(config) else ["LlamaForCausalLM"]
         settings = {
             **layer_settings(checkpoint),
-            "architectures": ["LlamaForCausalLMEagle"],
+            "architectures": ["LlamaForCausalLMEagle", *served],
             "bias": config.fc_bias,
             "qkv_bias": config.attention_bias,
         }
         settings["attention_bias"] = False  # it would ask for a bias of o_proj too
+        del settings["layer_types"]  # vLLM counts them from the target's first layer and finds none of ours
         store(folder, settings, tensors)
 
 

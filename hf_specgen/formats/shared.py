@@ -303,7 +303,7 @@ def layer_settings(checkpoint: Checkpoint) -> dict[str, Any]:
     return {name: fields[name] for name in plain} | {
         "model_type": config.layer_type,
         "rope_theta": base,
-        "rope_scaling": None if rope.get("rope_type", "default") == "default" else rope,
+        "rope_scaling": rope_scaling(rope),
         "rope_parameters": {**rope, "rope_theta": base},
         **({PART: rope[PART]} if PART in rope else {}),  # SGLang reads it there, vLLM in either place
         "layer_types": config.layer_kinds,
@@ -314,6 +314,15 @@ def layer_settings(checkpoint: Checkpoint) -> dict[str, Any]:
         "torch_dtype": dtype,
         "transformers_version": transformers.__version__,
     }
+
+
+def rope_scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return ``rope_scaling`` as configs spelled it before transformers 5, None for plain rope.
+
+    The kind stands there under both of its names: SafeAILab's loader reads ``type`` and stops without it.
+    """
+    kind = rope.get("rope_type", "default")
+    return None if kind == "default" else {**rope, "rope_type": kind, "type": kind}
 
 
 def dtype_of(tensors: Mapping[str, Tensor]) -> str:

@@ -22,6 +22,7 @@ from hf_specgen.formats.shared import (
     vocabulary_line,
     window_of,
 )
+from hf_specgen.formats.vllm_serves import dropped_by_vllm, warn_of_vllm
 from hf_specgen.formats.vocabulary import check_map
 
 VERSION = 1
@@ -44,9 +45,8 @@ SHARED = (
 # The layer type is ``model_type`` there, the rope and the window stand there in the engines' own ways.
 TOLD_OTHERWISE = ("layer_type", "rope_parameters", "sliding_window", "layer_types")
 ARCHITECTURES = {"eagle3": "LlamaForCausalLMEagle3", "eagle": "LlamaForCausalLMEagle", "medusa": "MedusaDrafter"}
-OURS = (
-    "SpecGenDrafter"  # some rows of the target's head: no engine reads that, and none may take it for another drafter
-)
+QWEN3 = "Eagle3Qwen3ForCausalLM"  # vLLM's name of EAGLE-3 with norms of queries and keys; SGLang has none
+OURS = "SpecGenDrafter"  # what others would read wrongly must not be taken for another drafter
 
 
 class SpecGenLayout(Layout):
@@ -83,6 +83,8 @@ class SpecGenLayout(Layout):
                 f"the tensors {', '.join(wrong[:8])} are missing, unknown or of another shape than the config says "
                 f"({config.method}): a drafter's own state_dict is required."
             )
+        if config.method == "eagle3":
+            warn_of_vllm(config)
         store(folder, config_file(checkpoint), tensors)
 
 
@@ -106,12 +108,25 @@ def config_file(checkpoint: Checkpoint) -> dict[str, Any]:
     if config.method == "medusa":
         settings["model_type"] = DrafterConfig.model_type  # nobody may take it for a Llama
     flags = served_flags(config) if config.method == "eagle3" else {}
+    if config.method == "eagle":  # SafeAILab's loader takes an absent ``bias`` for true
+        flags = {"bias": config.fc_bias, "qkv_bias": config.attention_bias}
     return {
         **settings,
         **flags,
-        "architectures": [OURS if config.reduces_vocabulary and not config.own_head else ARCHITECTURES[config.method]],
+        "architectures": [architecture_of(config)],
         KEY: {**own, "version": VERSION, "layer_type": config.layer_type},
     }
+
+
+def architecture_of(config: DrafterConfig) -> str:
+    """Return what others may take a drafter for: a name that nobody knows where they would serve another one."""
+    if config.reduces_vocabulary and not config.own_head:  # some rows of the target's head: nobody reads that
+        return OURS
+    if config.method == "eagle3" and dropped_by_vllm(config):
+        return OURS
+    if config.method == "eagle3" and config.layer_type == "qwen3":
+        return QWEN3
+    return ARCHITECTURES[config.method]
 
 
 def read_config(source: Source) -> DrafterConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings as python_warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,10 @@ from hf_specgen.errors import IncompatibleDrafter
 from hf_specgen.formats.base import Checkpoint, Layout, Plan, ReadOptions, Source
 from hf_specgen.formats.eagle3_common import IDS, OURS, Reading, numbered, plan_eagle3
 from hf_specgen.formats.layer_ids import LayerIds
+from hf_specgen.formats.lent import EMBEDDING
+from hf_specgen.formats.shapes import DEFAULT_TAKEN
 from hf_specgen.formats.shared import layer_settings, store
+from hf_specgen.formats.vllm_serves import dropped_by_vllm
 
 ALGORITHM = "eagle3"
 DRAFTED = 3
@@ -78,7 +82,18 @@ class VllmEagle3(Layout):
         How to draft (tree, adaptive length) and the target's fingerprint are not part of it.
         """
         _refuse_what_vllm_lacks(checkpoint.config)
-        store(folder, config_file(checkpoint), numbered(checkpoint.tensors))
+        shipped = {name: checkpoint.lent[name] for name in self.borrowed(checkpoint.config) if name in checkpoint.lent}
+        if len(shipped) < len(self.borrowed(checkpoint.config)):
+            python_warnings.warn(
+                "the drafter reads the target's embedding and the file has none: vLLM takes the target's, the "
+                "speculators library begins with noise. To write it too: hf-specgen convert --target TARGET.",
+                stacklevel=2,
+            )
+        store(folder, config_file(checkpoint), {**numbered(checkpoint.tensors), **shipped})
+
+    def borrowed(self, config: DrafterConfig) -> tuple[str, ...]:
+        """Return the embedding of the target where the drafter has none: the speculators library keeps noise there."""
+        return () if config.own_embedding else (EMBEDDING,)
 
 
 def nested_settings(source: Source) -> dict[str, Any]:
@@ -98,6 +113,9 @@ def nested_settings(source: Source) -> dict[str, Any]:
 def config_file(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return ``config.json`` of the speculators layout."""
     config, settings = checkpoint.config, layer_settings(checkpoint)
+    taken = len(config.aux_layer_boundaries) or DEFAULT_TAKEN
+    if taken != DEFAULT_TAKEN:  # vLLM counts the ids of other layouts and of this one reads the number
+        settings["num_aux_hidden_states"] = taken
     dtype = settings.pop("dtype")
     settings.pop("torch_dtype")
     version = settings.pop("transformers_version")
@@ -116,7 +134,7 @@ def config_file(checkpoint: Checkpoint) -> dict[str, Any]:
         "norm_before_residual": config.norm_before_residual,
         "norm_before_fc": config.norm_before_fc,
         "fc_norm": config.fc_norm,
-        "norm_output": config.norm_output,
+        **({"norm_output": True} if config.norm_output else {}),
         IDS: taken or None,
         **({OURS: taken} if taken[:1] == [1] else {}),  # or they would look like copied layer outputs
         "target_hidden_size": None if config.target_hidden_size == config.hidden_size else config.target_hidden_size,
@@ -167,8 +185,11 @@ def _doubts(options: ReadOptions, before: bool | None) -> tuple[str, ...]:
 def _refuse_what_vllm_lacks(config: DrafterConfig) -> None:
     if config.method != "eagle3":
         raise IncompatibleDrafter(f"layout 'vllm-speculators' holds EAGLE-3 heads and this is {config.method!r}.")
-    if config.fc_bias:
-        raise IncompatibleDrafter("vLLM reads no fc.bias and would serve another drafter: keep the specgen layout.")
+    dropped = dropped_by_vllm(config)
+    if dropped:
+        raise IncompatibleDrafter(
+            f"vLLM reads no {', no '.join(dropped)} and would serve another drafter: keep the specgen layout."
+        )
     if not config.own_head:
         raise IncompatibleDrafter(
             "vLLM needs lm_head.weight in this layout and the drafter uses the target's head. Convert to sglang-eagle3."
