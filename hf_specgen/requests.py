@@ -19,6 +19,7 @@ from hf_specgen.facts import step_size
 from hf_specgen.forward import check_arguments
 from hf_specgen.layer_kinds import layer_kinds
 from hf_specgen.lossy import Typical, read_rule, warn_lossy
+from hf_specgen.models import input_device
 from hf_specgen.packing import is_prepacked
 from hf_specgen.sequences import DraftRequest, OnTokens, Sequences, Stops
 from hf_specgen.verify import RULES
@@ -74,7 +75,7 @@ def prepare(
     check_positions(model, [len(row) for row in tokens], stops.max_length - input_ids.shape[1])
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     warp.check(input_ids, vocab_size)
-    device = model.get_input_embeddings().weight.device
+    device = input_device(model)
     if options.seed is not None and options.generator is not None:
         raise SpecGenError("seed= and generator= were both given: one source of randomness is required. Drop one.")
     seed = 0 if greedy and options.seed is None else options.seed  # greedy text must not consume randomness

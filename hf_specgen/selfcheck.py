@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from hf_specgen.draft import Tree
 from hf_specgen.errors import UnsupportedTarget, reason_of
 from hf_specgen.forward import CachedModel
+from hf_specgen.models import input_device
 
 TESTED = frozenset(
     f"{family}ForCausalLM"
@@ -61,7 +62,7 @@ def round_error(model: PreTrainedModel) -> float:
 
     Two rounds are scored, so that gathering a tree path and rolling back are covered as well.
     """
-    device = model.get_input_embeddings().weight.device
+    device = input_device(model)
     size = model.config.get_text_config(decoder=True).vocab_size
     tokens = (torch.arange(64, device=device) * 7919 + 13) % size
     lengths, width = [5, 11], 11
