@@ -8,7 +8,10 @@ from types import FunctionType, MethodType
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 
@@ -77,6 +80,34 @@ def driven(model: nn.Module) -> PreTrainedModel:
                     "adapters that can be merged (LoRA)."
                 )
     return found
+
+
+def shared_seed(model: PreTrainedModel, seed: int) -> int:
+    """Return the seed of the first process of those that hold one tensor-parallel model: they must write one text.
+
+    Processes that hold whole models, or parts of weights alone (FSDP), keep their own.
+    """
+    group = _tensor_group(model)
+    if group is None:
+        return seed
+    parts = torch.tensor([seed >> 32, seed & 0xFFFFFFFF], device=input_device(model))
+    dist.broadcast(parts, group=group, group_src=0)
+    high, low = parts.tolist()
+    return int(high << 32 | low)
+
+
+def _tensor_group(model: PreTrainedModel) -> dist.ProcessGroup | None:
+    """Return the processes among which the model's matrices are split, each with the same rows; None without any."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    meshes = [weight.device_mesh for weight in model.parameters() if isinstance(weight, DTensor)]
+    for mesh in meshes:
+        if mesh.mesh_dim_names is not None and "tp" in mesh.mesh_dim_names:
+            return mesh.get_group("tp")
+    joint = (model.tp_size or 1) > 1
+    if joint or (meshes and not any(isinstance(part, FSDPModule) for part in model.modules())):
+        return meshes[0].get_group() if meshes and meshes[0].ndim == 1 else dist.group.WORLD
+    return None
 
 
 def input_device(model: PreTrainedModel) -> torch.device:

@@ -59,7 +59,7 @@ class StockCandidates(CandidateGenerator):
         warp = Warp(processors, 1)
         warp.check(input_ids, vocab_size)
         device = input_device(model)
-        seeds, row_ids = seed_rows(1, None if config.do_sample else 0, None, device)
+        seeds, row_ids = seed_rows(model, 1, None if config.do_sample else 0, None)
         self._sequences = Sequences(
             prompt=input_ids.to(device),
             tokens=real_tokens(input_ids, mask, None),
