@@ -33,6 +33,11 @@ class FrozenTarget:
         self.model = model = driven(target)
         self.device = device
         self.boundaries = tuple(boundaries)
+        if any(weight.is_meta for weight in model.get_output_embeddings().parameters()):
+            raise UnsupportedTarget(
+                f"the head of {type(model).__name__} is offloaded, and a drafter learns against its weight: a head in "
+                "memory is required. Give it a device in device_map=."
+            )
         self._taps = Taps(model, (*self.boundaries, FINAL))
         self._checked = self._checked_packing = self._compared = False
         settings = model.config.get_text_config(decoder=True).to_dict()
