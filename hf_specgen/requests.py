@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
+from hf_specgen import ops
 from hf_specgen.costs import Costs
 from hf_specgen.errors import SpecGenError
 from hf_specgen.facts import step_size
@@ -77,6 +78,10 @@ def prepare(
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     warp.check(input_ids, vocab_size)
     device = input_device(model)
+    if not greedy:
+        ops.check_doubles(device, "do_sample=True")
+    elif isinstance(rule, Typical):
+        ops.check_doubles(device, f"rule={rule}")
     if options.seed is not None and options.generator is not None:
         raise SpecGenError("seed= and generator= were both given: one source of randomness is required. Drop one.")
     seed = 0 if greedy and options.seed is None else options.seed  # greedy text must not consume randomness

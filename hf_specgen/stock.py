@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation import CandidateGenerator
 
+from hf_specgen import ops
 from hf_specgen.costs import Costs
 from hf_specgen.draft import DenseQ, Draft, Round, SparseQ, Verdict
 from hf_specgen.drafters.base import Drafter
@@ -59,6 +60,8 @@ class StockCandidates(CandidateGenerator):
         warp = Warp(processors, 1)
         warp.check(input_ids, vocab_size)
         device = input_device(model)
+        if config.do_sample and drafter.draws:
+            ops.check_doubles(device, "do_sample=True with drawn tokens")
         seeds, row_ids = seed_rows(model, 1, None if config.do_sample else 0, None)
         self._sequences = Sequences(
             prompt=input_ids.to(device),

@@ -16,7 +16,7 @@ from hf_specgen.costs import Rate
 from hf_specgen.draft import DenseQ, Draft, Round, Tree, spread
 from hf_specgen.drafter_config import DrafterConfig
 from hf_specgen.drafters.base import DraftLength, Pace
-from hf_specgen.drafters.growing import check_confidence, check_drawn
+from hf_specgen.drafters.growing import check_confidence, check_drawn, check_shape
 from hf_specgen.drafters.learned import LearnedDrafter, Objective, TrainingOutput
 from hf_specgen.drafters.trees import ABSENT, DynamicShape, Growth, Shape, StaticShape, parse_shape, top
 from hf_specgen.drafters.unrolling import Lesson, chosen, told, weighted
@@ -247,6 +247,7 @@ class _Session:
         self._pace = Pace(length, Rate(0.6, 0.7))
         number = asked.num_tokens if asked.num_tokens is not None else config.num_tokens
         self._shape = _bounded(_shape(drafter.config, self._device), None if number is None else length.num_tokens)
+        check_shape(self._shape, self._device)
         if self._draws:
             check_drawn(self._shape, sequences.rule)
         unsure = asked.confidence if asked.confidence is not None else drafter.confidence

@@ -140,12 +140,12 @@ class SmallModel(Drafter):
         if not any(lengths):
             pending = [row or text[:1] for row, text in zip(pending, texts, strict=True)]
             return self._cached.prefill(self._padded(pending, left=True), [len(row) for row in pending]).logits[:, 0]
-        counts = torch.tensor([len(row) for row in pending], device=self._cached.device)
-        width = max(map(len, pending))
+        read = [len(row) for row in pending]
+        counts, width = torch.tensor(read, device=self._cached.device), max(read)
         output = self._cached.extend(
             self._padded(pending, left=False), Tree.chain(width - 1, self._cached.device), counts - 1
         )
-        self._cached.commit(counts.tolist())
+        self._cached.commit(read)
         rows = torch.arange(len(pending), device=self._cached.device)
         return output.logits[rows, (counts - 1).clamp(min=0)]
 
