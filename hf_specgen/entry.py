@@ -139,7 +139,7 @@ def _drafter(model: nn.Module, call: dict[str, Any]) -> Drafter | None:
         return given
     if given is not None:
         inner = bare(given)
-        return inner if isinstance(inner, Drafter) else SmallModel(given)
+        return inner if isinstance(inner, Drafter) else SmallModel(cast(nn.Module, given))
     count = _setting(model, call, "prompt_lookup_num_tokens")
     if count is not None:
         return PromptLookup(count, _setting(model, call, "max_matching_ngram_size") or 3)

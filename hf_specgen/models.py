@@ -24,30 +24,32 @@ _LAYERS = _RUNNERS | {"peft", "bitsandbytes", "torchao", "optimum", "gptqmodel",
 _ROW_HOOK = "_adapter_names_pre_forward_hook"  # PEFT's adapter of each row: it needs the batch's rows in their order
 
 
-def roots(model: nn.Module) -> list[PreTrainedModel]:
+def roots(model: object) -> list[PreTrainedModel]:
     """Return the outermost transformers models: the model itself, or those inside a wrapper of another kind."""
     return [cast(PreTrainedModel, found) for found in _outermost(model, lambda part: isinstance(part, PreTrainedModel))]
 
 
-def bare(model: nn.Module) -> PreTrainedModel:
+def bare(model: object) -> PreTrainedModel:
     """Return the transformers model inside wrappers (``torch.compile``, PEFT, data parallel), itself without any.
 
     Raises: ``SpecGenError`` unless there is exactly one.
     """
-    found = roots(model) if isinstance(model, nn.Module) else []
+    found = roots(model)
     return cast(PreTrainedModel, _only(found, model, "transformers models"))
 
 
-def writer(model: nn.Module) -> nn.Module:
+def writer(model: object) -> nn.Module:
     """Return what ``model.generate()`` runs: the outermost object that has the method from its class (PEFT's has).
 
     Raises: ``SpecGenError`` unless there is exactly one.
     """
-    found = _outermost(model, lambda part: "generate" in dir(type(part))) if isinstance(model, nn.Module) else []
+    found = _outermost(model, lambda part: "generate" in dir(type(part)))
     return _only(found, model, "models that can generate()")
 
 
-def _outermost(model: nn.Module, fits: Callable[[nn.Module], bool]) -> list[nn.Module]:
+def _outermost(model: object, fits: Callable[[nn.Module], bool]) -> list[nn.Module]:
+    if not isinstance(model, nn.Module):  # a name, a class: callers are told what they gave
+        return []
     if fits(model):
         return [model]
     return [part for child in model.children() for part in _outermost(child, fits)]
@@ -162,10 +164,9 @@ def hooks_of(part: nn.Module) -> Iterator[Callable[..., Any]]:
     yield from part._forward_hooks.values()
 
 
-def foreign_hook(part: nn.Module) -> str | None:
-    """Return the name of a hook on one module that may count rows, None without any."""
-    names = (_name(hook) for hook in hooks_of(part) if _package(origin(hook)) not in _RUNNERS)
-    return next(names, None)
+def gives_each_row_its_adapter(part: nn.Module) -> bool:
+    """Tell whether PEFT's ``adapter_names=`` stands on one module: it can be run over the batch's rows alone."""
+    return any(_package(origin(hook)) == "peft" for hook in hooks_of(part))
 
 
 def origin(hook: Callable[..., Any]) -> object:

@@ -183,10 +183,14 @@ def test_adapters_that_read_all_of_a_pass_are_refused() -> None:
         )
 
 
-def test_a_learned_drafter_runs_no_head_that_counts_rows() -> None:
-    model, (ids, mask) = tiny(), prompts([5, 17])
-    model.lm_head.register_forward_hook(lambda module, args, output: output)
-    with pytest.raises(IncompatibleDrafter, match="hook <lambda> on the head"):
-        ours(model, drafter_of("eagle", tiny(), [[1, 2, 3]]), ids, mask)
-    model.lm_head._forward_hooks.clear()
-    assert torch.equal(ours(model, drafter_of("eagle", tiny(), [[1, 2, 3]]), ids, mask), plain(model, ids, mask))
+def test_a_learned_drafter_runs_no_head_with_an_adapter_for_each_row() -> None:
+    torch.manual_seed(5)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["lm_head"], init_lora_weights=False)
+    model, (ids, mask) = peft.get_peft_model(tiny(), config, adapter_name="one").eval(), prompts([5, 17])
+    call = {"input_ids": ids, "attention_mask": mask, **SETTINGS}
+    loop = SpeculativeDecoding(drafter_of("eagle", tiny(), [[1, 2, 3]]).inner)
+    expected = model.generate(**call)
+    found = model.generate(**call, custom_generate=loop)
+    assert torch.equal(found, expected) and found.speculation.num_draft_tokens > 0, "one adapter for all is served"
+    with pytest.raises(IncompatibleDrafter, match=r"adapter_names= was given and the head of LlamaForCausalLM"):
+        model.generate(**call, adapter_names=["one", "__base__"], custom_generate=loop)
