@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
@@ -21,6 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specgen.draft import Draft
 from hf_specgen.drafters.base import Drafter
 from hf_specgen.lossy import Typical, check_lossy, read_rule
+from hf_specgen.models import bare
 from hf_specgen.outputs import OutputLog
 from hf_specgen.requests import Options, check_request, pad_token, prepare
 from hf_specgen.selfcheck import check_target
@@ -172,6 +173,6 @@ class _Clock:
         return elapsed
 
 
-def last_stats(model: PreTrainedModel) -> AcceptanceStats | None:
+def last_stats(model: nn.Module) -> AcceptanceStats | None:
     """Return the statistics of the model's latest speculative ``generate()`` call, None before any."""
-    return _LAST.get(model)
+    return _LAST.get(bare(model))

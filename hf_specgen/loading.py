@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_specgen.drafters.features import FeatureDrafter
@@ -21,6 +21,7 @@ from hf_specgen.facts import TargetFacts
 from hf_specgen.formats.base import ReadOptions
 from hf_specgen.formats.layer_ids import CONVENTIONS
 from hf_specgen.hub import Opened, Report, open_checkpoint
+from hf_specgen.models import bare, driven
 from hf_specgen.taps import Taps
 
 T = TypeVar("T")
@@ -46,7 +47,7 @@ class LayerAgreement:
 
 def load_drafter(
     name: str | Path,
-    target: PreTrainedModel | None = None,
+    target: nn.Module | None = None,
     *,
     aux_layer_convention: str | None = None,
     dtype: torch.dtype | str | None = None,
@@ -65,9 +66,10 @@ def load_drafter(
     Raises: ``SpecGenError`` when it cannot be opened; ``IncompatibleDrafter`` when tensors are missing or unknown,
     when it is no drafter, or when it does not fit the target.
     """
-    facts = TargetFacts.of(target) if target is not None else TargetFacts()
+    model = bare(target) if target is not None else None
+    facts = TargetFacts.of(model) if model is not None else TargetFacts()
     opened = open_checkpoint(name, ReadOptions(facts, aux_layer_convention), settings)
-    drafter = drafter_class(opened.config.method).load(opened, target, dtype, device)
+    drafter = drafter_class(opened.config.method).load(opened, model, dtype, device)
     _LOG.info("loaded %s", drafter.report)
     for text in drafter.report.warnings if drafter.report else ():
         warnings.warn(f"{name}: {text}", stacklevel=2)
@@ -111,7 +113,7 @@ def classes_of(module: str, base: type[T]) -> list[type[T]]:
     return [found for found in classes if issubclass(found, base)]
 
 
-def calibrate_aux_layers(source: str | Path, target: PreTrainedModel, ids: Tensor, **settings: Any) -> LayerAgreement:
+def calibrate_aux_layers(source: str | Path, target: nn.Module, ids: Tensor, **settings: Any) -> LayerAgreement:
     """Find out which layers an EAGLE-3 checkpoint means, by how often it then agrees with the target on a text.
 
     The text is given (teacher-forced): at every position the drafter's first guess is compared with the target's best
@@ -122,17 +124,18 @@ def calibrate_aux_layers(source: str | Path, target: PreTrainedModel, ids: Tenso
     """
     if ids.dim() != 2 or ids.shape[1] < 3:
         raise SpecGenError(f"ids of shape {tuple(ids.shape)}: (rows, tokens) with at least 3 tokens is required.")
+    model = driven(target)
     shares: dict[str, float] = {}
     seen: list[list[int]] = []
     refusal: IncompatibleDrafter | None = None
     for convention in CONVENTIONS:
         try:
-            drafter = _quietly(source, target, convention, settings)
+            drafter = _quietly(source, model, convention, settings)
         except IncompatibleDrafter as error:
             refusal = error
             continue
         seen.append(drafter.config.aux_layer_boundaries)
-        shares[convention] = first_agreement(drafter, target, ids)
+        shares[convention] = first_agreement(drafter, model, ids)
     if refusal is not None and not shares:
         raise refusal
     if len(seen) == 2 and seen[0] == seen[1]:

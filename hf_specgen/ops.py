@@ -37,11 +37,13 @@ __all__ = [
     "argmax",
     "block_chain",
     "block_step",
+    "check_doubles",
     "draw",
     "fuses",
     "gumbel_draw",
     "gumbel_noise",
     "gumbel_pick",
+    "has_doubles",
     "match_ngrams",
     "match_tree",
     "move_slots",
@@ -91,6 +93,24 @@ def use_kernels(backend: str) -> Iterator[None]:
         yield
     finally:
         _chosen.reset(token)
+
+
+def has_doubles(device: torch.device) -> bool:
+    """Tell whether a device computes in float64; Apple's GPUs do not."""
+    try:
+        torch.empty(0, dtype=torch.float64, device=device)
+    except (TypeError, RuntimeError):
+        return False
+    return True
+
+
+def check_doubles(device: torch.device, asked: str) -> None:
+    """Refuse what needs float64 where there is none. Raises: ``SpecGenError``."""
+    if not has_doubles(device):
+        raise SpecGenError(
+            f"{asked} on {device}: coins and sums are float64, which this device lacks. Run the model on a CPU or "
+            "another GPU, or ask for greedy text and chains."
+        )
 
 
 def fuses(device: torch.device) -> bool:

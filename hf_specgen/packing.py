@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hf_specgen.errors import SpecGenError
+from hf_specgen.models import roots
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -199,11 +199,8 @@ _PACKED: dict[type[nn.Module], type[_Packed]] = {nn.Linear: PackedLinear, Conv1D
 
 
 def _roots(model: nn.Module) -> list[nn.Module]:
-    """Return what ``generate()`` calls: the model, or the transformers models inside a wrapper of another kind."""
-    if isinstance(model, PreTrainedModel):
-        return [model]
-    inner = [root for child in model.children() for root in _roots(child) if isinstance(root, PreTrainedModel)]
-    return inner or [model]
+    """Return what ``generate()`` calls; a module around no transformers model stands for itself."""
+    return [*roots(model)] or [model]
 
 
 def _pack_layers(model: nn.Module) -> tuple[list[_Packed], list[_Packed]]:

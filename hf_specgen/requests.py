@@ -13,12 +13,14 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
+from hf_specgen import ops
 from hf_specgen.costs import Costs
 from hf_specgen.errors import SpecGenError
 from hf_specgen.facts import step_size
 from hf_specgen.forward import check_arguments
 from hf_specgen.layer_kinds import layer_kinds
 from hf_specgen.lossy import Typical, read_rule, warn_lossy
+from hf_specgen.models import input_device, shared_seed
 from hf_specgen.packing import is_prepacked
 from hf_specgen.sequences import DraftRequest, OnTokens, Sequences, Stops
 from hf_specgen.verify import RULES
@@ -33,6 +35,7 @@ _REFUSED_SETTINGS = {
     "output_attentions": "attention weights of draft passes have no plain shape",
 }
 _KNOWN_INPUTS = frozenset({"attention_mask", "position_ids", "use_cache", "logits_to_keep", "output_hidden_states"})
+_PICTURE_MARKS = frozenset({"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"})
 _LOSSY_CACHES = ("quantized", "offloaded", "offloaded_static", "offloaded_hybrid", "paged")
 
 
@@ -74,11 +77,15 @@ def prepare(
     check_positions(model, [len(row) for row in tokens], stops.max_length - input_ids.shape[1])
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     warp.check(input_ids, vocab_size)
-    device = model.get_input_embeddings().weight.device
+    device = input_device(model)
+    if not greedy:
+        ops.check_doubles(device, "do_sample=True")
+    elif isinstance(rule, Typical):
+        ops.check_doubles(device, f"rule={rule}")
     if options.seed is not None and options.generator is not None:
         raise SpecGenError("seed= and generator= were both given: one source of randomness is required. Drop one.")
     seed = 0 if greedy and options.seed is None else options.seed  # greedy text must not consume randomness
-    seeds, row_ids = seed_rows(rows, seed, options.generator, device)
+    seeds, row_ids = seed_rows(model, rows, seed, options.generator)
     return Sequences(
         prompt=input_ids.to(device),
         tokens=tokens,
@@ -122,11 +129,11 @@ def check_request(model: PreTrainedModel, config: GenerationConfig, inputs: dict
             "kept "
             "whole and on the device. Leave it out."
         )
-    _check_inputs(inputs)
+    _check_inputs(model, inputs)
     _check_sampling(settings)
 
 
-def _check_inputs(inputs: dict[str, Any]) -> None:
+def _check_inputs(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
     for name in ("cache", "past_key_values", "cache_params"):
         cache = inputs.get(name)
         # generate() marks a caller's cache; one that it made itself is empty and ignored
@@ -140,12 +147,19 @@ def _check_inputs(inputs: dict[str, Any]) -> None:
         raise SpecGenError("inputs_embeds= was given: drafters read token ids. Pass the prompt as input_ids.")
     for name, value in inputs.items():
         known = name in _KNOWN_INPUTS or name in ("cache", "past_key_values", "cache_params", "inputs_embeds")
+        known = known or _marks_no_picture(model, name, value)
         if not known and value is not None and value is not False and value != {}:
             held = f" ({', '.join(value)})" if isinstance(value, dict) else ""  # images that generate() encoded itself
             raise SpecGenError(
                 f"model input {name}={held} was given: only token ids and their attention mask are supported with a "
                 "drafter (no images, audio or other features). Use plain generate()."
             )
+
+
+def _marks_no_picture(model: PreTrainedModel, name: str, value: object) -> bool:
+    """Tell whether an input only says that a text for a model of pictures holds none: elsewhere type 0 is embedded."""
+    sees = model.config.get_text_config(decoder=True) is not model.config
+    return sees and name in _PICTURE_MARKS and isinstance(value, Tensor) and not bool(value.any())
 
 
 def _check_sampling(settings: dict[str, Any]) -> None:
@@ -216,22 +230,33 @@ def real_tokens(input_ids: Tensor, mask: Tensor | None, positions: Tensor | None
                 "new token is read off the last column."
             )
     counted = (mask.long().cumsum(-1) - 1).clamp(min=0)
-    if positions is not None and not torch.equal(positions.expand_as(counted)[mask], counted[mask]):
-        raise SpecGenError("position_ids= was given: rows are counted from their first real token. Leave it out.")
+    if positions is not None and not _plainly_counted(positions, counted, mask):
+        raise SpecGenError(
+            f"position_ids= of shape {tuple(positions.shape)} was given: rows are counted from their first real token, "
+            "in every plane alike. Leave it out."
+        )
     return [ids[keep].tolist() for ids, keep in zip(input_ids, mask, strict=True)]
 
 
+def _plainly_counted(positions: Tensor, counted: Tensor, mask: Tensor) -> bool:
+    """Tell whether ``positions (L)``, ``(B, L)`` or ``(planes, B, L)`` (time, height, width) count tokens alone."""
+    planes = positions.broadcast_to(torch.broadcast_shapes(positions.shape, counted.shape))
+    return bool(((planes == counted) | ~mask).all())
+
+
 def seed_rows(
-    rows: int, seed: int | list[int] | Tensor | None, generator: torch.Generator | None, device: torch.device
+    model: PreTrainedModel, rows: int, seed: int | list[int] | Tensor | None, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
     """Return ``seeds (B,)`` and ``row_ids (B,)``: one seed for all rows, numbered; or one seed a row, each row 0.
 
-    Without a seed one is drawn from ``generator`` or torch's global generator, so ``torch.manual_seed`` works.
+    Without a seed one is drawn from ``generator`` or torch's global generator, so ``torch.manual_seed`` works; the
+    processes of a tensor-parallel model take the first one's.
     Raises: ``SpecGenError`` when the number of seeds is not the number of rows.
     """
+    device = input_device(model)
     if seed is None:
         source = generator.device if generator is not None else "cpu"
-        seed = int(torch.randint(0, 2**62, (1,), generator=generator, device=source))
+        seed = shared_seed(model, int(torch.randint(0, 2**62, (1,), generator=generator, device=source)))
     given = seed.tolist() if isinstance(seed, Tensor) else seed
     try:
         if not isinstance(given, Iterable):

@@ -13,6 +13,7 @@ from hf_specgen.draft import Tree
 from hf_specgen.errors import UnsupportedTarget, reason_of
 from hf_specgen.forward import CachedModel
 from hf_specgen.makeup import Makeup, makeup_of
+from hf_specgen.models import input_device
 from hf_specgen.thresholds import Threshold, copy_of, lower, thresholds_of
 
 TESTED = frozenset(
@@ -144,7 +145,7 @@ def round_error(model: PreTrainedModel, lengths: tuple[int, int] = (5, 11), leav
     Two rounds are scored, so that gathering a tree path and rolling back are covered as well. ``leaves`` asks about the
     deepest nodes alone.
     """
-    device = model.get_input_embeddings().weight.device
+    device = input_device(model)
     texts = [_tokens(model, 20, length) for length in lengths]
     cached = CachedModel(model, 2)
     first = cached.prefill(_padded(texts), list(lengths))
@@ -170,7 +171,7 @@ def leak_of(model: PreTrainedModel) -> float:
 
     Two passes of one shape differ only in nodes that are no ancestors of those that are compared.
     """
-    device = model.get_input_embeddings().weight.device
+    device = input_device(model)
     texts = [_tokens(model, 20, 5), _tokens(model, 20, 11)]
     cached = CachedModel(model, 2)
     cached.prefill(_padded(texts), [5, 11])
@@ -199,7 +200,7 @@ def _obeys(copy: PreTrainedModel, threshold: Threshold) -> bool:
 
 def _tokens(model: PreTrainedModel, start: int, count: int) -> Tensor:
     size = model.config.get_text_config(decoder=True).vocab_size
-    device = model.get_input_embeddings().weight.device
+    device = input_device(model)
     return (torch.arange(start, start + count, device=device) * 7919 + 13) % size
 
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation import CandidateGenerator
 
+from hf_specgen import ops
 from hf_specgen.costs import Costs
 from hf_specgen.draft import DenseQ, Draft, Round, SparseQ, Verdict
 from hf_specgen.drafters.base import Drafter
 from hf_specgen.entry import EnabledGenerate, disable, enable
 from hf_specgen.errors import SpecGenError
 from hf_specgen.facts import step_size
+from hf_specgen.models import bare, input_device, writer
 from hf_specgen.packing import is_prepacked
 from hf_specgen.requests import read_request, real_tokens, seed_rows
 from hf_specgen.sequences import DraftRequest, Sequences, Stops
@@ -57,8 +59,10 @@ class StockCandidates(CandidateGenerator):
         vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
         warp = Warp(processors, 1)
         warp.check(input_ids, vocab_size)
-        device = model.get_input_embeddings().weight.device
-        seeds, row_ids = seed_rows(1, None if config.do_sample else 0, None, device)
+        device = input_device(model)
+        if config.do_sample and drafter.draws:
+            ops.check_doubles(device, "do_sample=True with drawn tokens")
+        seeds, row_ids = seed_rows(model, 1, None if config.do_sample else 0, None)
         self._sequences = Sequences(
             prompt=input_ids.to(device),
             tokens=real_tokens(input_ids, mask, None),
@@ -126,7 +130,7 @@ class StockCandidates(CandidateGenerator):
 
 
 @contextmanager
-def stock_candidates(model: PreTrainedModel, drafter: Drafter) -> Iterator[list[StockCandidates]]:
+def stock_candidates(model: nn.Module, drafter: Drafter) -> Iterator[list[StockCandidates]]:
     """Let every plain ``model.generate()`` inside the block run stock assisted decoding with this drafter.
 
     ``with stock_candidates(model, drafter) as calls: model.generate(**inputs)``. Nothing else need be passed; draft
@@ -137,8 +141,9 @@ def stock_candidates(model: PreTrainedModel, drafter: Drafter) -> Iterator[list[
 
     Raises: ``IncompatibleDrafter`` and ``UnsupportedTarget`` where the drafter does not fit the model.
     """
-    drafter.attach(model)
-    taps, calls = Taps(model, drafter.hidden_layers), list[StockCandidates]()
+    target, outer = bare(model), writer(model)
+    drafter.attach(target)
+    taps, calls = Taps(target, drafter.hidden_layers), list[StockCandidates]()
     with ExitStack() as stack:
         shown = stack.enter_context(taps.on())
 
@@ -150,19 +155,22 @@ def stock_candidates(model: PreTrainedModel, drafter: Drafter) -> Iterator[list[
             **_: object,
         ) -> StockCandidates:
             mask = model_kwargs.get("attention_mask")
-            made = StockCandidates(model, drafter.for_call(model), generation_config, logits_processor, input_ids, mask)
+            made = StockCandidates(
+                target, drafter.for_call(target), generation_config, logits_processor, input_ids, mask
+            )
             made.taps, made.shown = taps, shown
             calls.append(made)
             return made
 
-        stack.callback(_restore, model.__dict__, _MAKE, model.__dict__.get(_MAKE))
-        model.__dict__[_MAKE] = make
-        config = model.generation_config
+        stack.callback(_restore, target.__dict__, _MAKE, target.__dict__.get(_MAKE))
+        target.__dict__[_MAKE] = make
+        config = cast(Any, outer).generation_config  # PEFT hands its own to the model
         stack.callback(_restore, vars(config), "prompt_lookup_num_tokens", config.prompt_lookup_num_tokens)
         config.prompt_lookup_num_tokens = 1
-        if isinstance(model.__dict__.get("generate"), EnabledGenerate):  # it would take the call for the loop
-            disable(model)
-            stack.callback(enable, model)
+        for part in {outer, target}:
+            if isinstance(part.__dict__.get("generate"), EnabledGenerate):  # it would take the call for the loop
+                disable(part)
+                stack.callback(enable, part)
         yield calls
 
 

@@ -176,7 +176,7 @@ class Target:
         paths = [round.paths[row] for row in self.live]
         straight = all(path == list(range(len(path))) for path in paths)
         longest = max(map(len, paths))
-        self.cached.cache.commit([len(path) + 1 for path in paths], None if straight else judged.path[:, :longest])
+        self.cached.commit([len(path) + 1 for path in paths], None if straight else judged.path[:, :longest])
         return round
 
 

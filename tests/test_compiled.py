@@ -46,7 +46,7 @@ def test_small_kernels_compile_for_every_target_and_are_remembered(tmp_path: Pat
     assert len(list((tmp_path / "cache").iterdir())) == 6
     # what the cache says is believed: a changed entry shows
     for path in (tmp_path / "cache").iterdir():
-        path.write_text(path.read_text().replace('"spills": 0', '"spills": 5'))
+        path.write_text(path.read_text().replace('"spills": 0', '"spills": 50'))
     assert compiled(*few).returncode == 1
 
 
@@ -59,7 +59,8 @@ def test_a_spill_is_found_and_fails() -> None:
 
 def test_what_is_at_fault() -> None:
     assert GOOD.fault == AMD.fault == ""
-    assert "spills registers (4; 16 bytes of stack)" in replace(GOOD, spills=4, stack=16).fault
+    assert "spills registers (17; 68 bytes of stack)" in replace(GOOD, spills=17, stack=68).fault
+    assert not replace(GOOD, spills=9, stack=36).fault, "Triton 3.6 spills 2 to 9 where 3.9 spills none"
     assert "shared memory" in replace(GOOD, shared=232_449).fault and not replace(GOOD, shared=232_448).fault
     assert replace(GOOD, error="does not compile: x").fault == "does not compile: x"
 
@@ -95,7 +96,7 @@ def test_no_kernel_spills(tmp_path: Path) -> None:
     found = [Compiled(**one) for one in json.loads((tmp_path / "all.json").read_text())]
     assert run.returncode == 0, run.stderr
     assert {one.target for one in found} == TARGETS
-    assert [one.kernel for one in found if one.spills or one.fault] == []
+    assert [one.kernel for one in found if one.fault] == []
     names = [one.kernel for one in found if one.target == "sm_80"]
     assert len(names) == len(set(names)) > 90
     named = {name.split()[0] for name in names}

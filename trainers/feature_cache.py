@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError, reason_of
 from hf_specgen.facts import TargetFacts
+from hf_specgen.models import input_device
 from hf_specgen.taps import FINAL
 from hf_specgen.trainers.data import DraftCollator
 from hf_specgen.trainers.disk import alone, write_whole, writing
@@ -75,7 +76,7 @@ def _write(
     progress: Progress | None,
 ) -> FeatureCache:
     kept = tuple(boundary for boundary in dict.fromkeys(boundaries) if boundary != FINAL)
-    reader = FrozenTarget(target, kept, target.get_input_embeddings().weight.device)
+    reader = FrozenTarget(target, kept, input_device(target))
     shards = _Shards(folder, options.shard_bytes, [])
     for done, (features, last) in enumerate(_states(reader, rows, options), 1):
         shards.add(features, last)

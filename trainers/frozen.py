@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather, pad_across_processes
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hf_specgen.drafters.unrolling import places
 from hf_specgen.errors import IncompatibleDrafter, UnsupportedTarget
 from hf_specgen.facts import whole
+from hf_specgen.models import driven
 from hf_specgen.taps import FINAL, Taps
 
 _NEAR = 0.02  # of the largest logit: 16-bit rounding stays below
@@ -28,9 +29,15 @@ class FrozenTarget:
     ``prepared`` puts the model in its place first.
     """
 
-    def __init__(self, model: PreTrainedModel, boundaries: Sequence[int], device: torch.device) -> None:
-        self.model, self.device = model, device
+    def __init__(self, target: nn.Module, boundaries: Sequence[int], device: torch.device) -> None:
+        self.model = model = driven(target)
+        self.device = device
         self.boundaries = tuple(boundaries)
+        if any(weight.is_meta for weight in model.get_output_embeddings().parameters()):
+            raise UnsupportedTarget(
+                f"the head of {type(model).__name__} is offloaded, and a drafter learns against its weight: a head in "
+                "memory is required. Give it a device in device_map=."
+            )
         self._taps = Taps(model, (*self.boundaries, FINAL))
         self._checked = self._checked_packing = self._compared = False
         settings = model.config.get_text_config(decoder=True).to_dict()
@@ -143,8 +150,12 @@ def joined(part: Tensor) -> Tensor:
     return gather(pad_across_processes(part, dim=1))
 
 
-def prepared(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """Put a target in evaluation mode, without gradients, on ``device``; sharded, spread and quantised ones stay."""
+def prepared(target: nn.Module, device: torch.device) -> PreTrainedModel:
+    """Put a target in evaluation mode, without gradients, on ``device``; sharded, spread and quantised ones stay.
+
+    Wrappers are taken off. Raises: ``UnsupportedTarget`` for soft prompts.
+    """
+    model = driven(target)
     model.eval().requires_grad_(False)
     return model.to(device) if _may_move(model) else model
 

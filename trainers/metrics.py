@@ -26,6 +26,7 @@ from transformers import (
 
 from hf_specgen.errors import SpecGenError
 from hf_specgen.generate import SpeculativeDecoding
+from hf_specgen.models import input_device
 from hf_specgen.stats import AcceptanceStats, RowStats
 from hf_specgen.trainers.worth import is_sharded, live
 
@@ -235,7 +236,7 @@ def _written(
     target: PreTrainedModel, ids: list[int], config: GenerationConfig, **more: Any
 ) -> tuple[list[int], AcceptanceStats | None]:
     """Return what is written behind a prompt, and the statistics of a speculative call."""
-    prompt = torch.tensor([ids], device=target.get_input_embeddings().weight.device)
+    prompt = torch.tensor([ids], device=input_device(target))
     out: Any = target.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config, **more)
     return out[0, len(ids) :].tolist(), out.speculation if more else None
 

@@ -22,6 +22,7 @@ from hf_specgen.drafters.medusa import MedusaDrafter
 from hf_specgen.errors import SpecGenError, UnsupportedTarget
 from hf_specgen.facts import TargetFacts, whole
 from hf_specgen.loading import drafter_class
+from hf_specgen.models import bare
 from hf_specgen.taps import decoder_layers
 
 _MANY_LAYERS = 7  # from here on the default boundaries of EAGLE-3 are distinct
@@ -34,7 +35,7 @@ Notes = list[str]
 
 
 def new_drafter(
-    method: str, target: PreTrainedModel, ids: Tensor | None = None, warm: bool = True, **settings: Any
+    method: str, target: nn.Module, ids: Tensor | None = None, warm: bool = True, **settings: Any
 ) -> tuple[LearnedDrafter, Notes]:
     """Build a drafter for a target, in float32 on the CPU. ``settings`` go to ``DrafterConfig``.
 
@@ -44,6 +45,7 @@ def new_drafter(
     Returns: the drafter, and what was taken from the target in words.
     Raises: ``SpecGenError`` for a method or settings that build none.
     """
+    target = bare(target)
     kind = drafter_class(method)
     if kind is MedusaDrafter:
         settings = {"num_heads": _HEADS, **settings}

@@ -18,6 +18,7 @@ from hf_specgen.drafters.prompt_lookup import PromptLookup
 from hf_specgen.drafters.small_model import SmallModel
 from hf_specgen.drafters.with_lookup import WithLookup
 from hf_specgen.generate import SpeculativeDecoding
+from hf_specgen.models import input_device
 from hf_specgen.stats import RowStats
 
 PLAIN, LOOKUP, FIXED, OURS = "plain", "prompt lookup", "drafter, fixed length", "drafter"
@@ -126,7 +127,7 @@ def is_sharded(*models: torch.nn.Module) -> bool:
 
 def live(drafter: Any, target: PreTrainedModel, num_tokens: int | None = None) -> Drafter:
     """Copy a drafter as it is now, in the target's place and dtype; ``num_tokens`` makes it a chain of that length."""
-    place = target.get_input_embeddings().weight.device
+    place = input_device(target)
     made = copy.deepcopy(drafter).eval().requires_grad_(False).to(place, target.dtype)
     unwrap(made)
     if not isinstance(made, LearnedDrafter):
@@ -181,7 +182,7 @@ def decode(
 def _timed(
     target: PreTrainedModel, prompt: Sequence[int], config: GenerationConfig, loop: dict[str, Any]
 ) -> tuple[list[int], float, Any]:
-    ids = torch.tensor([list(prompt)], device=target.get_input_embeddings().weight.device)
+    ids = torch.tensor([list(prompt)], device=input_device(target))
     _settle(ids.device)
     start = time.perf_counter()
     out: Any = target.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, **loop)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_specgen.errors import IncompatibleDrafter
 from hf_specgen.facts import TargetFacts, whole
+from hf_specgen.models import gives_each_row_its_adapter
 
 _CLOSE = 0.02  # of the largest logit: two kernels of one matrix differ by less, also in bfloat16
 _SAMPLED_ROWS = 16
@@ -113,6 +114,7 @@ class TargetParts:
         same = embedding is not None and embedding.weight is self.embedding and head is self.head
         facts = replace(TargetFacts.of_config(model.config), fingerprint=self.facts.fingerprint) if same else None
         fits = facts == self.facts and (self.embedding.device, model.dtype) == (self.device, self.dtype)
+        fits = fits and not gives_each_row_its_adapter(self.head)
         return fits and (ids is None if self.rows is None else self.rows.belong_to(self.head, ids))
 
     def narrowed(self, ids: Tensor | None) -> TargetParts:
@@ -134,6 +136,18 @@ class TargetParts:
                 "required. Load the target with AutoModelForCausalLM."
             )
         weight = whole(cast(Tensor, embedding.weight))
+        if weight.is_meta or any(part.is_meta for part in head.parameters()):
+            raise IncompatibleDrafter(
+                f"the embedding or the head of {type(model).__name__} is offloaded, and a learned drafter reads both "
+                "in every round: weights in memory are required. Give them a device in device_map=, or use a drafter "
+                "that borrows nothing, such as PromptLookup or SmallModel."
+            )
+        if gives_each_row_its_adapter(head):
+            raise IncompatibleDrafter(
+                f"adapter_names= was given and the head of {type(model).__name__} has an adapter: a learned drafter "
+                "runs the head over rows of its own, so one adapter for all rows is required there. Use a drafter that "
+                "borrows nothing, such as PromptLookup or SmallModel."
+            )
         return cls(TargetFacts.of(model), weight, head, weight.device, model.dtype, *_behind_head(model))
 
 

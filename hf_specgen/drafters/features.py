@@ -12,12 +12,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from hf_specgen import ops
 from hf_specgen.cache import SlotCache
 from hf_specgen.costs import Costs, Rate
 from hf_specgen.draft import DenseQ, Draft, Round, Tree, spread
 from hf_specgen.drafter_config import DrafterConfig
 from hf_specgen.drafters.base import DraftLength, Pace
-from hf_specgen.drafters.growing import Grower, Laws, Plan, check_confidence, check_drawn
+from hf_specgen.drafters.growing import Grower, Laws, Plan, check_confidence, check_drawn, check_shape
 from hf_specgen.drafters.layers import Masks, Rotary
 from hf_specgen.drafters.learned import LearnedDrafter
 from hf_specgen.drafters.pairs import PairCache
@@ -180,8 +181,10 @@ def _choose(drafter: FeatureDrafter, sequences: Sequences, costs: Costs) -> tupl
     """Settle the shape of the drafts, the pace of a chain, and how deep a tree may go."""
     config, request = drafter.config, sequences.request
     chain = StaticShape.chain(_DEEPEST)
-    usual = chain if sequences.prompt.device.type == "cpu" or config.sample else DynamicShape()
+    device = sequences.prompt.device
+    usual = chain if device.type == "cpu" or config.sample or not ops.has_doubles(device) else DynamicShape()
     shape = parse_shape(config.tree, usual)
+    check_shape(shape, device)
     draws = config.sample and not sequences.greedy
     if draws:
         check_drawn(shape, sequences.rule)

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hf_specgen import ops
 from hf_specgen.coins import Coins
 from hf_specgen.costs import Costs
 from hf_specgen.draft import DenseQ, Draft, Tree
@@ -138,6 +139,12 @@ class Plan:
 
 def _unless_all(places: list[int], count: int, device: torch.device) -> Tensor | None:
     return None if places == list(range(count)) else torch.tensor(places, device=device)
+
+
+def check_shape(shape: Shape, device: torch.device) -> None:
+    """Refuse shapes that a device cannot choose. Raises: ``SpecGenError``."""
+    if isinstance(shape, DynamicShape):
+        ops.check_doubles(device, "a dynamic tree")
 
 
 def check_drawn(shape: Shape, rule: str | Typical) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from huggingface_hub import HfApi
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_specgen.card import CARD, CardOptions, write_card
@@ -30,6 +30,7 @@ from hf_specgen.files import hub_errors
 from hf_specgen.formats.base import Checkpoint, ReadOptions, layout_named
 from hf_specgen.formats.shortlist import shortened
 from hf_specgen.hub import Opened, Report, open_checkpoint
+from hf_specgen.models import bare, input_device
 from hf_specgen.sequences import Sequences
 
 _EMBEDDING = "embed_tokens.weight"
@@ -143,11 +144,12 @@ class LearnedDrafter(PreTrainedModel, Drafter):
     def get_output_embeddings(self) -> None:
         """Return None, for the same reason."""
 
-    def attach(self, model: PreTrainedModel) -> None:
+    def attach(self, model: nn.Module) -> None:
         """Check that the target fits and borrow its embedding and head; the loop calls it before the first token.
 
         Raises: ``IncompatibleDrafter`` for other sizes. Warns: when the fingerprint is another target's.
         """
+        model = bare(model)
         ids = None if self.config.own_head else self.target_ids
         if self._parts is not None and self._parts.belong_to(model, ids):
             return
@@ -216,7 +218,7 @@ class LearnedDrafter(PreTrainedModel, Drafter):
         cls: type[AnyLearned],
         name: str | Path,
         *args: Any,
-        target: PreTrainedModel | None = None,
+        target: nn.Module | None = None,
         aux_layer_convention: str | None = None,
         dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
@@ -226,9 +228,10 @@ class LearnedDrafter(PreTrainedModel, Drafter):
 
         Raises: ``IncompatibleDrafter`` for a checkpoint of another method, and as ``load_drafter`` does.
         """
-        facts = TargetFacts.of(target) if target is not None else TargetFacts()
+        model = bare(target) if target is not None else None
+        facts = TargetFacts.of(model) if model is not None else TargetFacts()
         opened = open_checkpoint(name, ReadOptions(facts, aux_layer_convention), settings)
-        return cls.load(opened, target, dtype, device)
+        return cls.load(opened, model, dtype, device)
 
     @classmethod
     def load(
@@ -253,7 +256,7 @@ class LearnedDrafter(PreTrainedModel, Drafter):
         found = opened.read()
         if target is not None:
             found = borrow_embedding(found, target.get_input_embeddings().weight)
-            device = target.get_input_embeddings().weight.device if device is None else device
+            device = input_device(target) if device is None else device
             dtype = target.dtype if dtype is None else dtype
         kind = dtype_named(dtype, found.tensors)
         drafter = assemble(cls, found, kind, torch.device(device or "cpu"))

@@ -16,12 +16,13 @@ from hf_specgen.costs import Rate
 from hf_specgen.draft import DenseQ, Draft, Round, Tree, spread
 from hf_specgen.drafter_config import DrafterConfig
 from hf_specgen.drafters.base import DraftLength, Pace
-from hf_specgen.drafters.growing import check_confidence, check_drawn
+from hf_specgen.drafters.growing import check_confidence, check_drawn, check_shape
 from hf_specgen.drafters.learned import LearnedDrafter, Objective, TrainingOutput
 from hf_specgen.drafters.trees import ABSENT, DynamicShape, Growth, Shape, StaticShape, parse_shape, top
 from hf_specgen.drafters.unrolling import Lesson, chosen, told, weighted
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError
 from hf_specgen.facts import TOKEN_OVERHEAD, TargetFacts, other_layers, whole
+from hf_specgen.models import bare, input_device
 from hf_specgen.sequences import Sequences
 from hf_specgen.taps import FINAL
 
@@ -72,7 +73,7 @@ class MedusaDrafter(LearnedDrafter):
 
     @classmethod
     def for_target(
-        cls, model: PreTrainedModel, num_heads: int = 5, ids: Tensor | None = None, **settings: Any
+        cls, model: nn.Module, num_heads: int = 5, ids: Tensor | None = None, **settings: Any
     ) -> MedusaDrafter:
         """Build heads to train: their blocks add nothing yet, their last matrices are copies of the target's head.
 
@@ -82,13 +83,14 @@ class MedusaDrafter(LearnedDrafter):
         """
         if ids is not None and not settings.get("own_head", True):
             raise SpecGenError("ids= and own_head=False were given: the target's head covers all ids. Drop one.")
-        facts = TargetFacts.of(model)
+        target = bare(model)
+        facts = TargetFacts.of(target)
         sizes = {"hidden_size": facts.hidden_size, "vocab_size": facts.vocab_size, "target": facts.to_dict()}
         known = torch.arange(facts.vocab_size) if ids is None else ids.cpu().sort().values
         sizes |= {"draft_vocab_size": len(known), "num_heads": num_heads}
-        drafter = cls(DrafterConfig(cls.method, **{**sizes, **settings})).to(model.device)
-        drafter.attach(model)
-        weight = whole(drafter.parts.head.get_parameter("weight").detach())[known.to(model.device)]
+        drafter = cls(DrafterConfig(cls.method, **{**sizes, **settings})).to(input_device(target))
+        drafter.attach(target)
+        weight = whole(drafter.parts.head.get_parameter("weight").detach())[known.to(input_device(target))]
         weight = weight * drafter.parts.scale
         with torch.no_grad():
             for name, parameter in drafter.named_parameters():
@@ -109,7 +111,7 @@ class MedusaDrafter(LearnedDrafter):
         hub = {key: settings[key] for key in _HUB if key in settings}
         return target, cls.from_pretrained(name, target=target, **hub)
 
-    def attach(self, model: PreTrainedModel) -> None:
+    def attach(self, model: nn.Module) -> None:
         """Attach as every drafter does; some layers too must be those that Medusa-2 heads were trained with."""
         before = self._parts
         super().attach(model)
@@ -245,6 +247,7 @@ class _Session:
         self._pace = Pace(length, Rate(0.6, 0.7))
         number = asked.num_tokens if asked.num_tokens is not None else config.num_tokens
         self._shape = _bounded(_shape(drafter.config, self._device), None if number is None else length.num_tokens)
+        check_shape(self._shape, self._device)
         if self._draws:
             check_drawn(self._shape, sequences.rule)
         unsure = asked.confidence if asked.confidence is not None else drafter.confidence

@@ -6,7 +6,7 @@ from copy import copy
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specgen import ops
@@ -17,16 +17,17 @@ from hf_specgen.drafters.base import Drafter, DraftLength, Pace
 from hf_specgen.errors import IncompatibleDrafter
 from hf_specgen.facts import step_size
 from hf_specgen.forward import CachedModel
+from hf_specgen.models import driven
 from hf_specgen.sequences import Sequences
 
 
 class SmallModel(Drafter):
     """Draft with a smaller causal model over its own slot cache, a chain for every row of the batch.
 
-    Args: ``num_tokens`` drafts that many in a row (None: as many as pay, up to 8); ``sample`` draws from the model's
-    own law under the target's processors instead of taking its best token; ``tokenizer`` lets the vocabularies be
-    compared when ``generate()`` is given the target's; ``confidence`` stops a row where the best token's
-    probability is lower; ``costs`` replaces the assumed costs.
+    Args: ``model`` may be wrapped (``torch.compile``, PEFT's LoRA); ``num_tokens`` drafts that many in a row (None: as
+    many as pay, up to 8); ``sample`` draws from the model's own law under the target's processors instead of taking
+    its best token; ``tokenizer`` lets the vocabularies be compared when ``generate()`` is given the target's;
+    ``confidence`` stops a row where the best token's probability is lower; ``costs`` replaces the assumed costs.
 
     Raises: ``UnsupportedTarget`` when the model cannot be driven row by row, ``IncompatibleDrafter`` when one id
     stands for two different strings.
@@ -34,17 +35,17 @@ class SmallModel(Drafter):
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: nn.Module,
         num_tokens: int | None = None,
         sample: bool = False,
         tokenizer: PreTrainedTokenizerBase | None = None,
         confidence: float | None = None,
         costs: Costs | None = None,
     ) -> None:
-        self.model = model
+        self.model = driven(model)
         self.num_tokens, self.sample, self.tokenizer = num_tokens, sample, tokenizer
         self.confidence, self.costs = confidence, costs
-        settings = model.config.get_text_config(decoder=True).to_dict()
+        settings = self.model.config.get_text_config(decoder=True).to_dict()
         self.context = int(settings.get("max_position_embeddings") or settings.get("n_positions") or 1 << 30)
 
     @property
@@ -108,7 +109,7 @@ class SmallModel(Drafter):
             if len(chain) >= max(wanted):
                 break
             output = self._cached.extend(self._known(tokens), Tree.chain(0, self._cached.device), undo=len(chain) - 1)
-            self._cached.cache.commit([int(len(chain) < want) for want in wanted])
+            self._cached.commit([int(len(chain) < want) for want in wanted])
             logits = output.logits[:, 0]
         return chain.draft(wanted)
 
@@ -119,7 +120,7 @@ class SmallModel(Drafter):
             base + min(length - base, len(round.paths[row]))
             for base, length, row in zip(self._base, self._cached.lengths, self._live, strict=True)
         ]
-        self._cached.cache.crop_rows(lengths)
+        self._cached.crop_rows(lengths)
 
     def _wanted(self, sequences: Sequences) -> list[int]:
         """Return each row's draft length: within its budget, the drafter's context, and what pays."""
@@ -139,12 +140,12 @@ class SmallModel(Drafter):
         if not any(lengths):
             pending = [row or text[:1] for row, text in zip(pending, texts, strict=True)]
             return self._cached.prefill(self._padded(pending, left=True), [len(row) for row in pending]).logits[:, 0]
-        counts = torch.tensor([len(row) for row in pending], device=self._cached.device)
-        width = max(map(len, pending))
+        read = [len(row) for row in pending]
+        counts, width = torch.tensor(read, device=self._cached.device), max(read)
         output = self._cached.extend(
             self._padded(pending, left=False), Tree.chain(width - 1, self._cached.device), counts - 1
         )
-        self._cached.cache.commit(counts.tolist())
+        self._cached.commit(read)
         rows = torch.arange(len(pending), device=self._cached.device)
         return output.logits[rows, (counts - 1).clamp(min=0)]
 

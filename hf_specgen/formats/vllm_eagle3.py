@@ -113,14 +113,13 @@ def nested_settings(source: Source) -> dict[str, Any]:
 def config_file(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return ``config.json`` of the speculators layout."""
     config, settings = checkpoint.config, layer_settings(checkpoint)
-    taken = len(config.aux_layer_boundaries) or DEFAULT_TAKEN
-    if taken != DEFAULT_TAKEN:  # vLLM counts the ids of other layouts and of this one reads the number
-        settings["num_aux_hidden_states"] = taken
+    taken = list(config.aux_layer_boundaries)
+    if len(taken) not in (0, DEFAULT_TAKEN):  # vLLM counts the ids of other layouts and of this one reads the number
+        settings["num_aux_hidden_states"] = len(taken)
     dtype = settings.pop("dtype")
     settings.pop("torch_dtype")
     version = settings.pop("transformers_version")
     architectures = config.target.get("architectures") or []
-    taken = list(config.aux_layer_boundaries)
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": config.num_tokens or DRAFTED,
