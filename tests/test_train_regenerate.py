@@ -22,6 +22,7 @@ from tiny import prompts as tiny_prompts
 from tiny import tiny
 
 from hf_specgen import PromptLookup
+from hf_specgen.chats import Chat
 from hf_specgen.cli import main
 from hf_specgen.errors import SpecGenError
 from hf_specgen.facts import TargetFacts
@@ -244,14 +245,10 @@ def test_prompts_are_taken_from_chats() -> None:
         {"messages": [turns[1]]},
     ]
     found = work.chat_prompts(data)
-    assert found == [
-        (turns, None),
-        ([{"role": "user", "content": "q"}], None),
-        ([{"role": "user", "content": "p"}], None),
-    ]
-    assert work.chat_prompts(data, 1) == [(turns, None)]
+    assert found == [Chat(turns), Chat([{"role": "user", "content": "q"}]), Chat([{"role": "user", "content": "p"}])]
+    assert work.chat_prompts(data, 1) == [Chat(turns)]
     whole = {"prompt": "a", "messages": turns, "tools": '[{"name": "f"}]'}  # the first question stands beside the chat
-    assert work.chat_prompts([whole]) == [(turns, [{"name": "f"}])]
+    assert work.chat_prompts([whole]) == [Chat(turns, [{"name": "f"}])]
     with pytest.raises(SpecGenError, match="messages, conversations or prompt"):
         work.chat_prompts([{"text": "t"}])
     for row in ({"conversations": [{"from": "human"}]}, {"messages": [{"role": "user", "content": "a"}, None]}):

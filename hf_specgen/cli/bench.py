@@ -84,6 +84,7 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     rule: options.RuleName = Rule.rejection,
     sample_drafts: options.SampleDrafts = False,
     no_chat: options.NoChat = False,
+    chat_template_kwargs: options.TemplateSettings = None,
     dtype: options.DtypeName = Dtype.auto,
     device: options.Device = "cpu",
     threads: options.Threads = None,
@@ -105,7 +106,8 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     work.require_sampling(decoding, flags)
     source = work.PromptFlags(prompts, task_prompts, task_seed, task_skip)
     chosen = work.choose_prompts(source, categories or preset.categories, limit or preset.limit)
-    settings = Settings(decoding, batch_size, repeats or preset.repeats, warmup, not no_chat)
+    template = work.template_settings(chat_template_kwargs, not no_chat)
+    settings = Settings(decoding, batch_size, repeats or preset.repeats, warmup, not no_chat, template)
     if out is not None:
         _check_folder(out)
     session = work.open_session(flags)
