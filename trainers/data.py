@@ -247,7 +247,7 @@ def _columns(dataset: Data) -> list[str]:
     """Return the columns; a stream that does not know them is asked for a row."""
     if dataset.column_names is not None:
         return list(dataset.column_names)
-    first = next(_begun(dataset), None)
+    first = next(rows_in(dataset), None)
     if first is None:
         raise SpecGenError("the data holds no row.")
     return list(first)
@@ -259,7 +259,7 @@ def _readable(rows: Data) -> Data:
     Raises: ``SpecGenError`` when more than half of them could not, of a stream of those that are looked at first.
     """
     streams = isinstance(rows, IterableDataset)
-    problems = [part["problem"] for part in _begun(rows.take(_PEEKED))] if streams else list(rows["problem"])
+    problems = [part["problem"] for part in rows_in(rows.take(_PEEKED))] if streams else list(rows["problem"])
     found = [problem for problem in problems if problem]
     check_left_out(len(found), len(problems), found[0] if found else "")
     if found and not streams:
@@ -267,10 +267,10 @@ def _readable(rows: Data) -> Data:
     return (rows.filter(_CountsLeftOut()) if streams else rows).remove_columns("problem")
 
 
-def _begun(stream: IterableDataset) -> Iterator[Row]:
-    """Read a stream's beginning. Raises: ``SpecGenError`` for a file that cannot be read, with datasets' reason."""
+def rows_in(data: Data) -> Iterator[Row]:
+    """Yield rows. Raises: ``SpecGenError`` for a stream's file that cannot be read further, with datasets' reason."""
     try:
-        yield from stream
+        yield from data
     except ArrowInvalid as error:
         raise unreadable(error) from error
 

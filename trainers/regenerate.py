@@ -338,11 +338,11 @@ def chat_prompts(dataset: Any, limit: int | None = None, strict: bool = False) -
 
     Raises: ``SpecGenError`` when more than half of the rows cannot be read (``strict``: when one cannot).
     """
-    from hf_specgen.trainers.data import check_left_out
+    from hf_specgen.trainers.data import check_left_out, rows_in
 
     found: list[Chat] = []
     problems: list[str] = []
-    for row in dataset:
+    for row in rows_in(dataset):
         if limit is not None and len(found) >= limit:
             break
         try:

@@ -104,7 +104,7 @@ def authored(options: TrainOptions, facts: TargetFacts, temperature: float) -> A
     for name, part in ((options.data, texts), (options.eval_data, judged)):
         if part.template is not None:
             check_template(str(name), part.template, given)
-    warnings = [part.warning for part in dict.fromkeys((texts, judged)) if part.warning]
+    warnings = list(dict.fromkeys(part.warning for part in (texts, judged) if part.warning))
     if judged.temperature not in (None, temperature) and options.eval_rows:
         warnings.append(
             f"the texts to evaluate on were written at temperature {judged.temperature:g}, and evaluation judges at "
