@@ -87,11 +87,16 @@ def regenerate(  # noqa: PLR0913 - one parameter a flag
     if restart:
         work.forget(rows)
     if vllm:
-        longest = max(len(question.ids) for question in questions)
-        author = _vllm(session, sampling, longest + max_new_tokens, theirs)
+        longest = max((len(question.ids) for question in questions), default=0)
+        theirs = {"dtype": _format(session), "max_model_len": longest + max_new_tokens, **theirs}
+        author = work.vllm_author(session.model.name_or_path, sampling, **theirs)
+        notes = {"dtype": theirs["dtype"], "vllm": theirs}
     else:
         author = _author(session, sampling, prepack)
-    source = _source(session, sampling, reading, vllm)
+        # what else shapes the answers: a repetition penalty, for one
+        config = session.model.generation_config
+        notes = {"dtype": _format(session), "generation_config": json.loads(config.to_json_string())}
+    source = _source(session, sampling, reading, notes)
     report = _write(questions, rows, author, source, batch_size, session.tokenizer)
     if out != rows:
         work.write_parquet(rows, out)
@@ -176,30 +181,24 @@ def _vllm_settings(text: str | None, vllm: bool) -> dict[str, Any]:
     return found
 
 
-def _vllm(session: Any, sampling: Sampling, length: int, settings: dict[str, Any]) -> Author:
-    """Start vLLM with the number format that is noted beside the answers, and room for the longest of them."""
-    from hf_specgen.trainers.regenerate import vllm_author
-
-    usual = {"dtype": str(session.model.dtype).removeprefix("torch."), "max_model_len": length}
-    return vllm_author(session.model.name_or_path, sampling, **{**usual, **settings})
+def _format(session: Any) -> str:
+    """Return the number format of the target; vLLM left to itself would take another."""
+    return str(session.model.dtype).removeprefix("torch.")
 
 
-def _source(session: Any, sampling: Sampling, reading: Reading, vllm: bool) -> Source:
+def _source(session: Any, sampling: Sampling, reading: Reading, notes: dict[str, Any]) -> Source:
     import transformers
 
     import hf_specgen
     from hf_specgen.facts import TargetFacts
     from hf_specgen.trainers.regenerate import Source, end_tokens
 
-    config = session.model.generation_config
-    notes: dict[str, Any] = {
+    notes = {
         "chat_template": reading.chat and bool(session.tokenizer.chat_template),
         "chat_template_kwargs": reading.settings,
-        "dtype": str(session.model.dtype).removeprefix("torch."),
         "versions": {"hf_specgen": hf_specgen.__version__, "transformers": transformers.__version__},
+        **notes,
     }
-    if not vllm:  # what else shapes the answers: a repetition penalty, for one
-        notes["generation_config"] = json.loads(config.to_json_string())
     return Source(TargetFacts.of(session.model), sampling, end_tokens(session.model), notes)
 
 
