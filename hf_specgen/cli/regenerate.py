@@ -88,14 +88,9 @@ def regenerate(  # noqa: PLR0913 - one parameter a flag
         work.forget(rows)
     if vllm:
         longest = max((len(question.ids) for question in questions), default=0)
-        theirs = {"dtype": _format(session), "max_model_len": longest + max_new_tokens, **theirs}
-        author = work.vllm_author(session.model.name_or_path, sampling, **theirs)
-        notes = {"dtype": theirs["dtype"], "vllm": theirs}
+        author, notes = _vllm(session, sampling, longest + max_new_tokens, theirs)
     else:
-        author = _author(session, sampling, prepack)
-        # what else shapes the answers: a repetition penalty, for one
-        config = session.model.generation_config
-        notes = {"dtype": _format(session), "generation_config": json.loads(config.to_json_string())}
+        author, notes = _author(session, sampling, prepack)
     source = _source(session, sampling, reading, notes)
     report = _write(questions, rows, author, source, batch_size, session.tokenizer)
     if out != rows:
@@ -159,14 +154,18 @@ def _questions(prompts: list[Prompt], session: Any, reading: Reading, new_tokens
     return questions
 
 
-def _author(session: Any, sampling: Sampling, prepack: bool) -> Author:
+def _author(session: Any, sampling: Sampling, prepack: bool) -> tuple[Author, dict[str, Any]]:
+    """Return the target in this process, and what is noted of it."""
     from hf_specgen.bench.prompts import pad_token
     from hf_specgen.packing import prepack as prepacked
     from hf_specgen.trainers import regenerate as work
 
     if prepack:
         prepacked(session.model)
-    return work.Target(session.model, sampling, session.drafter.make(), pad_token(session.tokenizer))
+    author = work.Target(session.model, sampling, session.drafter.make(), pad_token(session.tokenizer))
+    # what else shapes the answers: a repetition penalty, for one
+    config = json.loads(session.model.generation_config.to_json_string())
+    return author, {"dtype": _format(session), "generation_config": config}
 
 
 def _vllm_settings(text: str | None, vllm: bool) -> dict[str, Any]:
@@ -179,6 +178,15 @@ def _vllm_settings(text: str | None, vllm: bool) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise SpecGenError(f"--vllm-settings {text}: an object of arguments of vllm.LLM is required.")
     return found
+
+
+def _vllm(session: Any, sampling: Sampling, length: int, settings: dict[str, Any]) -> tuple[Author, dict[str, Any]]:
+    """Start vLLM with room for the longest text, and return it with what is noted of it."""
+    from hf_specgen.trainers.regenerate import vllm_author
+
+    given = {"dtype": _format(session), "max_model_len": length, **settings}
+    author = vllm_author(session.model.name_or_path, sampling, **given)
+    return author, {"dtype": given["dtype"], "vllm": given}
 
 
 def _format(session: Any) -> str:
