@@ -21,7 +21,7 @@ from datasets import DatasetDict, IterableDataset, Value, load_dataset, load_fro
 from datasets import Features as Columns
 from datasets import Sequence as ListOf
 from datasets.exceptions import DatasetGenerationError
-from pyarrow.lib import ArrowInvalid
+from pyarrow.lib import ArrowInvalid  # type: ignore[import-untyped]
 from torch import Tensor
 
 from hf_specgen.chats import (

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from datasets import IterableDataset
-from pyarrow.lib import ArrowInvalid
+from pyarrow.lib import ArrowInvalid  # type: ignore[import-untyped]
 from transformers import PreTrainedModel, TrainingArguments, set_seed
 
 from hf_specgen.errors import SpecGenError, piped

@@ -26,7 +26,7 @@ class Prompt:
     """Hold one prompt as chat messages, with the category it is reported under, the tools that may be called, and
     ``settings``: its own ``chat_template_kwargs``."""
 
-    messages: tuple[dict[str, Any], ...]
+    messages: tuple[Mapping[str, Any], ...]
     category: str = UNCATEGORIZED
     question_id: str = ""
     tools: Sequence[Any] | None = None
