@@ -298,6 +298,7 @@ def _training(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
     facts = [
         ("target as it was read", ", ".join(part for part in (_code(found.get("target")), found.get("dtype")) if part)),
         ("data", ": ".join(part for part in (data, found.get("authors")) if part)),
+        ("chat template", _settings(found.get("chat_template_kwargs"))),
         ("texts", _number(found.get("texts"), ",d")),
         ("supervised tokens", _number(found.get("tokens"), ",d")),
         ("started from", str(found.get("start") or "")),
@@ -375,16 +376,22 @@ def _conditions(report: Mapping[str, Any]) -> str:
     heat = "greedy" if settings.get("greedy") else f"temperature {decoding.get('temperature')}"
     parts = [
         _told("target", Path(name).name if name and not is_repository(name) else name),
-        _told("batch", settings.get("batch_size")),
+        _told("batch", " and ".join(report.get("batch_sizes", ())) or settings.get("batch_size")),
         heat if "greedy" in settings else "",
         _told("", decoding.get("max_new_tokens"), " new tokens"),
         _told("", len(report.get("prompts", ())) or None, " prompts"),
         {True: "chat template", False: "no chat template"}.get(settings.get("chat"), ""),
+        _settings(settings.get("chat_template_kwargs")),
         _told("", machine.get("cores"), " cores") if target.get("device") == "cpu" else "",
         _told("", machine.get("threads"), " threads") if target.get("device") == "cpu" else "",
         *(_told(name, machine.get(name)) for name in ("torch", "transformers", "hf_specgen")),
     ]
     return ", ".join(part for part in parts if part) + "."
+
+
+def _settings(given: Mapping[str, Any] | None) -> str:
+    """Say what the chat template was told beside the chat."""
+    return f"chat_template_kwargs {_code(json.dumps(given))}" if given else ""
 
 
 def _told(label: str, value: Any, unit: str = "") -> str:

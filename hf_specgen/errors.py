@@ -1,6 +1,14 @@
-"""Errors raised at the border, before any token is generated."""
+"""Errors raised at the border, before any token is generated; and the one that only programs meet."""
 
 from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+READER_GONE = 141
+"""The exit code of a program whose output nobody reads any more: 128 and the number of SIGPIPE, as shells say it."""
 
 
 class SpecGenError(ValueError):
@@ -19,3 +27,18 @@ def reason_of(error: BaseException | str) -> str:
     """Return the first line of an error for the middle of a sentence: without the dot that ends it."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(" .:;") if lines else type(error).__name__
+
+
+@contextmanager
+def piped() -> Iterator[None]:
+    """End a program without a word when the reader of its output has left, as ``| head -1`` does."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except BrokenPipeError:  # what is left would be tried again at the end, and reported
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        raise SystemExit(READER_GONE) from None

@@ -70,6 +70,21 @@ TOOLS = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 ).replace("{{ m.content }}", "{% if m.content is string %}{{ m.content }}{% endif %}")
 
+# as Qwen3's: the last answer gets an empty thought where it has none, and may be asked for without thinking
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<think>\n"
+    "{{ m.content.split('</think>')[0].split('<think>')[-1].strip() ~ '\n' if '</think>' in m.content else '' }}\n"
+    "</think>\n\n{{ m.content.split('</think>')[-1].lstrip('\n') }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+# as SmolLM3's: the mark goes around the header too
+MARKED_THINKING = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}<|im_start|>assistant\n<think>\n\n</think>\n"
+    "{{ m.content }}<|im_end|>\n{% endgeneration %}{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
 CHAT = [
     {"role": "user", "content": "hi you"},
     {"role": "assistant", "content": "hello"},

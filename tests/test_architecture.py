@@ -23,7 +23,7 @@ PACKAGE = ("hf_specgen/", "kernels/", "trainers/")
 CODE = (*PACKAGE, "tests/", "examples/")
 
 # Left imports nothing from the right; on one level too. `__init__` is the package's public face.
-ORDER = """kernels < errors, models, draft, stats, costs, facts, drafter_config < ops < coins
+ORDER = """kernels < errors, models, chats, draft, stats, costs, facts, drafter_config < ops < coins
 < fused, lossy, layer_kinds, taps
 < warp, cache, attention, forward, verify, sequences, packing, formats, files, hub, card
 < target < makeup, thresholds < selfcheck, requests, outputs < drafters < loading < generate, entry, stock

@@ -72,7 +72,7 @@ def test_text_is_one_prompt_a_paragraph(tmp_path: Path) -> None:
     [
         ("{", "p.jsonl:2: not JSON"),
         ("[1]", "p.jsonl:2: a record must be an object"),
-        ("{}", "p.jsonl:2: exactly one of prompt, turns, messages is required, found nothing"),
+        ("{}", "p.jsonl:2: exactly one of prompt, turns, messages, conversations is required, found nothing"),
         ('{"text": "a"}', "found text"),
         ('{"prompt": "a", "turns": ["b"]}', "found prompt, turns"),
         ('{"prompt": " "}', "p.jsonl:2: prompt must be a string with text"),
@@ -121,7 +121,7 @@ def test_pad_left_and_batches() -> None:
     assert inputs["input_ids"].tolist() == [[9, 9, 5], [6, 7, 8]]
     assert inputs["attention_mask"].tolist() == [[0, 0, 1], [1, 1, 1]]
     mixed = [Prompt.user("a", "x"), Prompt.user("b", "y"), Prompt.user("c", "x"), Prompt.user("d", "x")]
-    assert [[prompt.text for prompt in batch] for batch in batches(mixed, 2)] == [["a", "c"], ["d"], ["b"]]
+    assert [[prompt.text for prompt in batch] for batch in batches(mixed, 2)] == [["a", "c"], ["d", "b"]]
 
 
 # --- the demo target

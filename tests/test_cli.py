@@ -318,7 +318,7 @@ def test_verify_passes_an_exact_pair(target: str, small: str, prompts: str) -> N
     drafts = ["--drafter", f"small-model:{small}", "--sample-drafts", "--temperature", "1.5", "--law-tokens", "3"]
     result = fine("verify", *flags, *drafts, "--num-tokens", "3", "--batch-size", "2", "--limit", "3", "--seed", "1")
     lines = result.stdout.splitlines()
-    assert lines[0] == "identical to plain greedy: 3/3"
+    assert lines[0] == "identical to plain greedy: 3/3 (batches: 1 of 2 rows, 1 of 1 row)"
     assert re.match(r"law of the first 3 tokens over '\w+', '\w+', '\w+', in float32, 256 samples:", lines[1])
     assert re.search(
         r"chi-square [\d.]+ at \d+ degrees of freedom, p = .* tokens drafted, \d+ accepted: fits", lines[2]

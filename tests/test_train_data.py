@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from support_text import CHAT, CHATML, MARKED, MARKED_WRONG, TOOLS, characters
 from tiny import build
 
+from hf_specgen.chats import chat_of
 from hf_specgen.errors import SpecGenError
 from hf_specgen.trainers import data as data_module
 from hf_specgen.trainers.data import (
     PADDING,
     DataOptions,
     DraftCollator,
-    chat_of,
     load_data,
     pack,
     prepare_dataset,
@@ -183,9 +183,9 @@ def test_what_is_none_on_purpose_stays() -> None:
     tools = [{"name": "f", "default": None}]
     chat = [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
     row = Dataset.from_list([{"messages": chat, "tools": json.dumps(tools)}])[0]
-    messages, found = chat_of(row)
-    assert found == tools and messages[1] == chat[1]
-    whole = tokenizer.apply_chat_template(messages, tools=found, tokenize=False)
+    found = chat_of(row)
+    assert found.tools == tools and found.messages[1] == chat[1]
+    whole = tokenizer.apply_chat_template(found.messages, tools=found.tools, tokenize=False)
     assert whole == tokenizer.apply_chat_template(chat, tools=tools, tokenize=False)
 
 

@@ -138,7 +138,12 @@ def test_the_command_counts_data_and_says_whether_it_fits(tmp_path: Path, monkey
     assert "a feature cache" in shown and "10^12" in shown
     cut = fine(*command, "--max-length", "5", "--tflops", "1").stdout
     assert "40 tokens (8 supervised)" in cut
+    measured: list[torch.dtype] = []
+    monkeypatch.setattr(work, "matmul_speed", lambda device, kind: measured.append(kind) or 1e12)  # bfloat16 takes 5 s
     fits = fine("estimate", "--target", target, "--tokens", "1e3", "--memory", "100", "--method", "medusa", "--bf16")
+    assert sorted(map(str, measured)) == ["torch.bfloat16", "torch.float32"], (
+        "drafter and target, each in its own format"
+    )
     assert (
         "It fits into 100 GB" in fits.stdout
         and "half of what matrix products reach here; padding is not counted" in fits.stdout

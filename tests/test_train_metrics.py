@@ -143,15 +143,14 @@ def test_greedy_decoding_is_exactly_as_told() -> None:
     """An EAGLE-3 drafter that is right at some places: tokens and rounds of real decoding, prompt by prompt."""
     model = tiny(layers=3)
     prompts = [[seed, 9, 2, 7 + seed] for seed in range(1, 5)]
-    texts = [decode(model, None, prompt, do_sample=False)[0].tolist() for prompt in prompts]
+    texts = decode(model, None, prompts, do_sample=False).tolist()
     lengths = []
     for wrong, reduced in ((0, False), (3, False), (4, True)):
         drafter = fitted("eagle3", model, texts, wrong=wrong, num_tokens=AHEAD, tree="chain", reduced=reduced)
-        for prompt in prompts:
-            out = decode(model, drafter, prompt, do_sample=False)
-            told = told_of(drafter, model, out, len(prompt))
-            total = out.speculation.total
-            assert (float(told.tokens), float(told.rounds)) == (out.shape[1] - len(prompt) - 1, total.num_rounds)
+        out = decode(model, drafter, prompts, do_sample=False)
+        assert out.tolist() == texts
+        for told, row in zip(told_of_each(drafter, model, out, len(PROMPT)), out.speculation.rows, strict=True):
+            assert (float(told.tokens), float(told.rounds)) == (WRITTEN - 1, row.num_rounds)
             lengths.append(told.length)
     assert max(lengths) > 3 and min(lengths) < 2.5
 
@@ -233,7 +232,8 @@ def test_the_callback_decodes_at_the_evaluations_temperature(tmp_path: Path) -> 
         torch.nn.init.normal_(drafter.lm_head.weight)  # one that is right at least once at the higher temperature
         callback = callback_of(trainer)
         found[heat] = callback.measure()
-        assert callback.measure() == found[heat] and found[heat]["eval_decoded_lossless"] == 1.0
+        assert found[heat]["eval_decoded_lossless"] == 1.0
+    assert callback.measure() == found[2.0]
     drawn = dict(do_sample=True, temperature=2.0, top_k=0, top_p=1.0, max_new_tokens=16)
     tokens = rounds = 0
     for number, prompt in enumerate(PROMPTS):

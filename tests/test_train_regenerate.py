@@ -22,6 +22,7 @@ from tiny import prompts as tiny_prompts
 from tiny import tiny
 
 from hf_specgen import PromptLookup
+from hf_specgen.chats import Chat
 from hf_specgen.cli import main
 from hf_specgen.errors import SpecGenError
 from hf_specgen.facts import TargetFacts
@@ -244,14 +245,10 @@ def test_prompts_are_taken_from_chats() -> None:
         {"messages": [turns[1]]},
     ]
     found = work.chat_prompts(data)
-    assert found == [
-        (turns, None),
-        ([{"role": "user", "content": "q"}], None),
-        ([{"role": "user", "content": "p"}], None),
-    ]
-    assert work.chat_prompts(data, 1) == [(turns, None)]
+    assert found == [Chat(turns), Chat([{"role": "user", "content": "q"}]), Chat([{"role": "user", "content": "p"}])]
+    assert work.chat_prompts(data, 1) == [Chat(turns)]
     whole = {"prompt": "a", "messages": turns, "tools": '[{"name": "f"}]'}  # the first question stands beside the chat
-    assert work.chat_prompts([whole]) == [(turns, [{"name": "f"}])]
+    assert work.chat_prompts([whole]) == [Chat(turns, [{"name": "f"}])]
     with pytest.raises(SpecGenError, match="messages, conversations or prompt"):
         work.chat_prompts([{"text": "t"}])
     for row in ({"conversations": [{"from": "human"}]}, {"messages": [{"role": "user", "content": "a"}, None]}):
@@ -261,13 +258,15 @@ def test_prompts_are_taken_from_chats() -> None:
         work.chat_prompts([{"messages": turns, "tools": "[{"}])
 
 
-def test_vllm_answers_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SpecGenError, match="vLLM is not installed"):
-        work.vllm_author("m", work.Sampling())
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What a stand-in of vLLM was asked for."""
     asked: dict[str, Any] = {}
 
     class LLM:
         def __init__(self, model: str, **settings: Any) -> None:
+            if "nonsense" in settings:
+                raise TypeError("unexpected keyword argument 'nonsense'")
             asked.update(model=model, **settings)
 
         def generate(self, prompts: list[dict], params: list[dict], use_tqdm: bool) -> list[Any]:
@@ -278,10 +277,19 @@ def test_vllm_answers_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> 
     vars(fake).update(LLM=LLM, SamplingParams=dict)
     monkeypatch.setitem(sys.modules, "vllm", fake)
     monkeypatch.setattr(work, "find_spec", lambda name: importlib.util.spec_from_loader(name, None))
+    return asked
+
+
+def test_vllm_answers_where_it_is_installed(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     author = work.vllm_author("m", work.Sampling(5, 0.5, 0, 0.9, 2), dtype="bfloat16")
     assert author([[1, 2], [3]], [11, 12]) == [[1, 2, 9], [3, 9]]
     assert asked["model"] == "m" and asked["dtype"] == "bfloat16"
     assert asked["params"][1] == {"max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "top_k": -1, "seed": 12}
+    with pytest.raises(SpecGenError, match=r"does not start with the settings .*nonsense"):
+        work.vllm_author("m", work.Sampling(), nonsense=1)
+    monkeypatch.setattr(work, "find_spec", lambda name: None)
+    with pytest.raises(SpecGenError, match="vLLM is not installed"):
+        work.vllm_author("m", work.Sampling())
 
 
 @pytest.fixture(scope="module")
@@ -339,9 +347,30 @@ def test_the_command_reads_tasks_and_data_sets(target: str, tmp_path: Path) -> N
     assert len(read(tmp_path / "some.jsonl")) == 1
 
 
+def test_the_command_tells_vllm_format_room_and_what_it_is_given(
+    target: str, tmp_path: Path, asked: dict[str, Any]
+) -> None:
+    """Left to itself it would answer in another number format than the one that is noted."""
+    (tmp_path / "p.txt").write_text("the cat sat on\n\na dog")
+    prompts = ["--target", target, "--prompts", tmp_path / "p.txt", "--max-new-tokens", "3", "--vllm", "--no-chat"]
+    given = '{"tensor_parallel_size": 2, "gpu_memory_utilization": 0.5}'
+    done = run("regenerate", *prompts, "--out", tmp_path / "a.jsonl", "--vllm-settings", given)
+    assert done.exit_code == 0, done.output
+    assert (asked["model"], asked["dtype"], asked["max_model_len"]) == (target, "float32", 4 + 3)
+    assert asked["tensor_parallel_size"] == 2 and asked["gpu_memory_utilization"] == 0.5
+    assert json.loads((tmp_path / "a.meta.json").read_text())["dtype"] == "float32"
+    own = ["--vllm-settings", '{"dtype": "bfloat16", "max_model_len": 64}']
+    assert run("regenerate", *prompts, "--out", tmp_path / "b.jsonl", *own).exit_code == 0
+    assert (asked["dtype"], asked["max_model_len"]) == ("bfloat16", 64)
+    assert json.loads((tmp_path / "b.meta.json").read_text())["dtype"] == "bfloat16"
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (["--out", "x.jsonl", "--task-prompts", "1", "--vllm-settings", "{}"], "no effect without --vllm"),
+        (["--out", "x.jsonl", "--task-prompts", "1", "--vllm", "--vllm-settings", "{"], "is no JSON"),
+        (["--out", "x.jsonl", "--task-prompts", "1", "--vllm", "--vllm-settings", "[]"], "an object of arguments"),
         (["--out", "x.txt", "--task-prompts", "1"], "ends with .jsonl or .parquet"),
         (["--out", "x.jsonl"], "exactly one of --prompts, --task-prompts and --data"),
         (["--out", "x.jsonl", "--task-prompts", "1", "--seed", "1"], "--seed has no effect on greedy"),

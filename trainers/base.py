@@ -62,6 +62,11 @@ class DrafterTrainingArguments(TrainingArguments):
         super().__post_init__()
         if self.label_smoothing_factor:
             raise SpecGenError("label_smoothing_factor was given: drafters learn the target's own law. Leave it out.")
+        if self.neftune_noise_alpha is not None:
+            raise SpecGenError(
+                f"neftune_noise_alpha={self.neftune_noise_alpha} was given: it adds noise to embeddings, and a drafter "
+                "learns what its target says of the text as it is. Leave it out."
+            )
         if self.loss_reduction not in ("token", "sequence"):
             raise SpecGenError(f"loss_reduction={self.loss_reduction!r}: 'token' or 'sequence' is required.")
         if self.eval_temperature < 0:
@@ -99,6 +104,7 @@ class DrafterTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         check_start(args)
+        check_checkpointing(model, args)
         collator = DraftCollator() if data_collator is None else data_collator
         super().__init__(model=model, args=args, data_collator=collator, **kwargs)
         self.model_accepts_loss_kwargs = True
@@ -320,6 +326,15 @@ def check_start(args: TrainingArguments) -> None:
         )
     if args.n_gpu > 1:
         args._n_gpu = 1  # DataParallel copies the drafter at every step: start a process per device instead
+
+
+def check_checkpointing(model: PreTrainedModel, args: TrainingArguments) -> None:
+    """Refuse to compute activations anew in a model that cannot: transformers says so only when training begins."""
+    if args.gradient_checkpointing and not model.supports_gradient_checkpointing:
+        raise SpecGenError(
+            f"gradient_checkpointing was given: {type(model).__name__} does not support it. Leave it out; a smaller "
+            "chunk_size or per_device_train_batch_size saves memory."
+        )
 
 
 def check_accelerator(accelerator: Any) -> None:

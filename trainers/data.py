@@ -6,20 +6,36 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import getfile
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from datasets import DatasetDict, IterableDataset, load_dataset, load_from_disk
+from datasets import DatasetDict, IterableDataset, Value, load_dataset, load_from_disk
+from datasets import Features as Columns
+from datasets import Sequence as ListOf
+from datasets.exceptions import DatasetGenerationError
+from pyarrow.lib import ArrowInvalid  # type: ignore[import-untyped]
 from torch import Tensor
 
+from hf_specgen.chats import (
+    are_messages,
+    chat_of,
+    check_text,
+    message_of,
+    settings_of,
+    system_of,
+    tools_of,
+    with_system,
+)
 from hf_specgen.errors import SpecGenError, reason_of
-from hf_specgen.trainers.masks import ChatOptions, ChatReader, known, preview, tools_of
+from hf_specgen.trainers.masks import ChatOptions, ChatReader, preview
 
 _LOG = logging.getLogger(__name__)
 
@@ -27,12 +43,13 @@ Row = dict[str, Any]
 Data = Any  # datasets.Dataset or IterableDataset
 
 _FILES = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
-_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant"}
 _MASKS = ("loss_mask", "assistant_masks", "completion_mask")
 _PACKED = ("lengths", "seq_lengths")  # of the texts that share a row
 _ACCEPTED = "input_ids (with loss_mask or labels), messages, prompt with completion, text, or conversations"
 _LEAST_SHARE = 0.01  # of a chat's tokens; below it the mask is wrong, or the data
 _PEEKED = 64  # rows of a stream that are looked at before it is trusted
+_MOST_LEFT_OUT = 0.5  # of the rows; more is no matter of single rows
+_ROW = Columns(input_ids=ListOf(Value("int64")), loss_mask=ListOf(Value("bool")), problem=Value("string"))
 PADDING = -1
 """The document id of padding."""
 
@@ -43,7 +60,8 @@ class DataOptions:
 
     ``max_length``: longer texts are cut, and rows that then supervise nothing are left out. ``packing``: several texts
     share a row of that length and stay apart (``document_ids``); ``window``: how many texts are packed together.
-    ``chat``: what of a chat is supervised. ``num_proc``: processes that tokenise.
+    ``chat``: what of a chat is supervised. ``num_proc``: processes that tokenise. ``strict``: stop at the first row
+    that cannot be read exactly; otherwise it is left out and counted.
     """
 
     max_length: int = 2048
@@ -51,6 +69,7 @@ class DataOptions:
     window: int = 10_000
     chat: ChatOptions = field(default_factory=ChatOptions)
     num_proc: int | None = None
+    strict: bool = False
 
 
 class Features(Protocol):
@@ -165,6 +184,8 @@ def load_data(source: str | Path, split: str = "train", streaming: bool = False,
         return load_dataset(str(source), name, split=split, streaming=streaming)
     except SpecGenError:
         raise
+    except DatasetGenerationError as error:
+        raise SpecGenError(f"the data {str(source)!r} cannot be read: {_broken(path, error)}.") from error
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise SpecGenError(
             f"the data {str(source)!r} (split {split}) cannot be opened: {reason_of(error)}. Give a file "
@@ -172,15 +193,29 @@ def load_data(source: str | Path, split: str = "train", streaming: bool = False,
         ) from error
 
 
+def _broken(path: Path, error: Exception) -> str:
+    """Say what is wrong with data that datasets could not read: of a file of JSON lines, with which line."""
+    if path.is_file() and _FILES.get(path.suffix) == "json":
+        for number, line in enumerate(path.read_text(encoding="utf-8", errors="surrogateescape").split("\n"), 1):
+            try:
+                row = json.loads(line) if line.strip() else None
+                check_text(json.dumps(row, ensure_ascii=False), f"line {number}")
+            except json.JSONDecodeError as wrong:
+                return f"line {number} is no JSON ({wrong.msg} at column {wrong.colno})"
+            except SpecGenError as wrong:
+                return reason_of(wrong)
+    return reason_of(error.__cause__ or error)
+
+
 def prepare_dataset(dataset: Data, tokenizer: Any = None, options: DataOptions | None = None) -> Data:
     """Turn a data set into rows of ``input_ids`` and ``loss_mask`` (and ``lengths`` where texts are packed).
 
     Taken are, in this order: input_ids, messages or conversations, prompt with completion (texts, messages, or token
     ids), text; rows of a feature cache stay as they are. ``tokenizer``: the target's; not needed for token ids. A
-    stream stays one.
+    stream stays one. Rows whose mask cannot be exact are left out, with a warning that counts them.
 
-    Raises: ``SpecGenError`` for other columns, for masks that cannot be exact, when nothing is supervised, and when
-    chats supervise almost nothing or everything.
+    Raises: ``SpecGenError`` for other columns, when more than half of the rows cannot be read (``strict``: when one
+    cannot), when nothing is supervised, and when chats supervise almost nothing or everything.
     """
     options = options or DataOptions()
     columns = _columns(dataset)
@@ -193,7 +228,8 @@ def prepare_dataset(dataset: Data, tokenizer: Any = None, options: DataOptions |
     read, chats = _reader(columns, tokenizer, options)
     streams = isinstance(dataset, IterableDataset)
     more: dict[str, Any] = {} if streams else {"num_proc": options.num_proc}
-    rows = dataset.map(_Fit(read, options.max_length, _code()), remove_columns=columns, **more)
+    fit = _Fit(read, options.max_length, options.strict, _code())
+    rows = _readable(dataset.map(fit, remove_columns=columns, features=_ROW, **more))
     _check(rows.take(_PEEKED) if streams else rows, chats)
     supervised = rows.filter(_supervises, **more)
     if not streams and len(supervised) < len(rows):
@@ -211,10 +247,69 @@ def _columns(dataset: Data) -> list[str]:
     """Return the columns; a stream that does not know them is asked for a row."""
     if dataset.column_names is not None:
         return list(dataset.column_names)
-    first = next(iter(dataset), None)
+    first = next(rows_in(dataset), None)
     if first is None:
         raise SpecGenError("the data holds no row.")
     return list(first)
+
+
+def _readable(rows: Data) -> Data:
+    """Leave out the rows that could not be read, and say how many; of a stream they are counted as it passes.
+
+    Raises: ``SpecGenError`` when more than half of them could not, of a stream of those that are looked at first.
+    """
+    streams = isinstance(rows, IterableDataset)
+    problems = [part["problem"] for part in rows_in(rows.take(_PEEKED))] if streams else list(rows["problem"])
+    found = [problem for problem in problems if problem]
+    check_left_out(len(found), len(problems), found[0] if found else "")
+    if found and not streams:
+        rows = rows.filter(_was_read, input_columns=["problem"])
+    return (rows.filter(_CountsLeftOut()) if streams else rows).remove_columns("problem")
+
+
+def rows_in(data: Data) -> Iterator[Row]:
+    """Yield rows. Raises: ``SpecGenError`` for a stream's file that cannot be read further, with datasets' reason."""
+    try:
+        yield from data
+    except ArrowInvalid as error:
+        raise unreadable(error) from error
+
+
+def unreadable(error: ArrowInvalid) -> SpecGenError:
+    """Return what is said of a stream whose file cannot be read: it is found out when that place is reached."""
+    return SpecGenError(f"the data cannot be read: {reason_of(error)}. Mend the file, or leave that row out of it.")
+
+
+def check_left_out(number: int, total: int, first: str) -> None:
+    """Warn of rows that are left out. Raises: ``SpecGenError`` when they are more than half of all."""
+    if not number:
+        return
+    if number > _MOST_LEFT_OUT * total:
+        raise SpecGenError(
+            f"{number} of {total} rows cannot be read: this is no matter of single rows. The first: {first}"
+        )
+    _LOG.warning("%d of %d rows cannot be read exactly and are left out (strict stops there): %s", number, total, first)
+
+
+def _was_read(problem: str) -> bool:
+    return not problem
+
+
+class _CountsLeftOut:
+    """Let the rows of a stream through that could be read; of the others tell, ever more rarely."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __call__(self, row: Row) -> bool:
+        if _was_read(row["problem"]):
+            return True
+        self.number += 1
+        if str(self.number).strip("0") == "1":  # the 1st, 10th, 100th
+            _LOG.warning(
+                "rows of the stream that cannot be read are left out, %d so far: %s", self.number, row["problem"]
+            )
+        return False
 
 
 def _supervises(row: Row) -> bool:
@@ -225,27 +320,38 @@ Read = Callable[[Row], tuple[list[int], list[bool]]]
 
 
 def _code() -> str:
-    files = (Path(__file__).with_name(name).read_bytes() for name in ("data.py", "masks.py"))
+    files = (Path(getfile(part)).read_bytes() for part in (prepare_dataset, ChatReader, chat_of))
     return hashlib.blake2b(b"".join(files)).hexdigest()
 
 
 @dataclass(frozen=True)
 class _Fit:
-    """Read a row and cut it; ``code`` tells datasets, which keeps what was made on disk, that other code made it."""
+    """Read a row and cut it; one that cannot be read has a ``problem``, or stops everything (``strict``).
+
+    ``code`` tells datasets, which keeps what was made on disk, that other code made it.
+    """
 
     read: Read
     max_length: int
+    strict: bool
     code: str
 
     def __call__(self, row: Row) -> Row:
         try:
             ids, mask = self.read(row)
-        except SpecGenError:
-            raise
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            empty = ", ".join(name for name, value in row.items() if value is None) or "none"
-            raise SpecGenError(f"a row cannot be read ({error}); its columns without a value: {empty}.") from error
-        return {"input_ids": ids[: self.max_length], "loss_mask": mask[: self.max_length]}
+            told = _told(error, row)
+            if self.strict:
+                raise told from error
+            return {"input_ids": [], "loss_mask": [], "problem": str(told)}
+        return {"input_ids": ids[: self.max_length], "loss_mask": mask[: self.max_length], "problem": ""}
+
+
+def _told(error: Exception, row: Row) -> SpecGenError:
+    if isinstance(error, SpecGenError):
+        return error
+    empty = ", ".join(name for name, value in row.items() if value is None) or "none"
+    return SpecGenError(f"a row cannot be read ({error}); its columns without a value: {empty}.")
 
 
 def _reader(columns: Sequence[str], tokenizer: Any, options: DataOptions) -> tuple[Read, bool]:
@@ -319,29 +425,8 @@ class _Chats:
     reader: ChatReader
 
     def __call__(self, row: Row) -> tuple[list[int], list[bool]]:
-        messages, tools = chat_of(row)
-        return self.reader.read(messages, tools=tools)
-
-
-def chat_of(row: Mapping[str, Any]) -> tuple[list[Row], list[Any] | None]:
-    """Return a row's chat as messages with role and content, and the tools that it may call.
-
-    Raises: ``SpecGenError`` for a row without messages, conversations, or prompt.
-    """
-    turns: Any = row.get("messages") or row.get("conversations")
-    if not turns and isinstance(row.get("prompt"), str):
-        return [{"role": "user", "content": row["prompt"]}], None
-    turns = turns or row.get("prompt")
-    if not _are_messages(turns):
-        raise SpecGenError(f"a row has the columns {', '.join(row)}: messages, conversations or prompt is required.")
-    return [_message(turn) for turn in turns], tools_of(row)
-
-
-def _message(turn: Mapping[str, Any]) -> Row:
-    if "from" not in turn:
-        none = {"content": None} if turn.get("content", "") is None else {}  # beside calls: templates ask whether it is
-        return {**known(turn), **none}
-    return {"role": _ROLES.get(turn["from"], turn["from"]), "content": turn["value"]}
+        chat = chat_of(row)
+        return self.reader.read(chat.messages, tools=chat.tools, settings=chat.settings)
 
 
 @dataclass(frozen=True)
@@ -363,10 +448,17 @@ class _Pairs:
 
     def __call__(self, row: Row) -> tuple[list[int], list[bool]]:
         prompt, answer = row["prompt"], row[self.completion]
-        if _are_messages(prompt):
-            turns = answer if _are_messages(answer) else [{"role": "assistant", "content": answer}]
-            turns = [_message(turn) for turn in (*prompt, *turns)]
-            return ChatReader(_needed(self.tokenizer), self.options).read(turns, len(prompt), tools_of(row))
+        if are_messages(prompt):
+            turns = answer if are_messages(answer) else [{"role": "assistant", "content": answer}]
+            asked = with_system([message_of(turn) for turn in prompt], row)
+            whole = [*asked, *map(message_of, turns)]
+            reader = ChatReader(_needed(self.tokenizer), self.options)
+            return reader.read(whole, len(asked), tools_of(row), settings_of(row))
+        if isinstance(prompt, str) and system_of(row):
+            raise SpecGenError(
+                "a row has a system field beside a prompt that is plain text, which no chat template is applied to: "
+                "give prompt as messages, or messages alone, or write the text into the prompt."
+            )
         # each by itself: the target reads the prompt alone, whatever would follow it
         before = _ids(prompt, self.tokenizer, special=True)
         behind = _ids(answer, self.tokenizer, special=False)
@@ -374,10 +466,6 @@ class _Pairs:
             end = self.tokenizer.eos_token_id
             behind += [] if end is None or behind[-1:] == [end] else [end]
         return before + behind, [False] * len(before) + [True] * len(behind)
-
-
-def _are_messages(value: Any) -> bool:
-    return isinstance(value, Sequence) and bool(value) and isinstance(value[0], Mapping)
 
 
 def _ids(value: Any, tokenizer: Any, special: bool) -> list[int]:

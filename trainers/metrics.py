@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -24,6 +24,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from hf_specgen.chats import Chat, check_settings, render
 from hf_specgen.errors import SpecGenError
 from hf_specgen.generate import SpeculativeDecoding
 from hf_specgen.models import input_device
@@ -134,9 +135,10 @@ class AcceptanceCallback(TrainerCallback):
 
     Evaluations log ``eval_decoded_acceptance_length``, ``eval_decoded_rate_{k}`` (drafts whose first k tokens were
     accepted) and ``eval_decoded_lossless`` (prompts whose text is plain greedy decoding's); they can choose the best
-    model. Prompts are texts, messages or token ids. The first process decodes, with a copy of the drafter in the
-    target's dtype; every process logs the same. Nothing is decoded where drafter or target are sharded. Lengths and
-    rates are those of greedy decoding, or of texts drawn at ``temperature`` (the trainer's ``eval_temperature``).
+    model. Prompts are texts, messages (``chat_template_kwargs`` are for their template) or token ids. The first process
+    decodes, with a copy of the drafter in the target's dtype; every process logs the same. Nothing is decoded where
+    drafter or target are sharded. Lengths and rates are those of greedy decoding, or of texts drawn at ``temperature``
+    (the trainer's ``eval_temperature``).
 
     Raises: ``SpecGenError`` when a float32 target's text changes: the drafter, or this library, is broken.
     """
@@ -149,6 +151,7 @@ class AcceptanceCallback(TrainerCallback):
         every: int = 1,
         prefix: str = "eval_decoded",
         temperature: float | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         if not prompts or every < 1 or max_new_tokens < 2:
             raise SpecGenError(
@@ -157,6 +160,7 @@ class AcceptanceCallback(TrainerCallback):
             )
         self.trainer, self.prompts, self.max_new_tokens = trainer, prompts, max_new_tokens
         self.every, self.prefix = every, prefix
+        self.chat_template_kwargs = check_settings(chat_template_kwargs or {})
         self.temperature = trainer.args.eval_temperature if temperature is None else temperature
         self._seen, self._step = 0, -1
         self._plain: list[list[int]] | None = None
@@ -228,8 +232,8 @@ class AcceptanceCallback(TrainerCallback):
             raise SpecGenError("prompts are texts and the trainer has no processing_class: give it one, or token ids.")
         if isinstance(prompt, str):
             return list(tokenizer(prompt)["input_ids"])
-        rendered = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)
-        return list(rendered["input_ids"])
+        chat = Chat(list(prompt), settings=self.chat_template_kwargs)  # type: ignore[arg-type]
+        return list(render(tokenizer, chat, asks=True, tokenize=True, return_dict=True)["input_ids"])
 
 
 def _written(

@@ -13,7 +13,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
+from hf_specgen.chats import Chat, chat_of
 from hf_specgen.drafters.base import Drafter
 from hf_specgen.errors import SpecGenError, reason_of
 from hf_specgen.facts import TargetFacts
@@ -103,12 +104,15 @@ class Target:
 def vllm_author(name: str, sampling: Sampling, **settings: Any) -> Author:
     """Answer with an installed vLLM: many prompts at once on GPUs. ``settings`` go to ``vllm.LLM``.
 
-    Raises: ``SpecGenError`` when it is not installed.
+    Raises: ``SpecGenError`` when it is not installed, and for settings that it does not know.
     """
     if find_spec("vllm") is None:
         raise SpecGenError("vLLM is not installed: pip install vllm, or answer in this process (leave --vllm out).")
     vllm = import_module("vllm")
-    model = vllm.LLM(model=name, **settings)
+    try:
+        model = vllm.LLM(**{"model": name, **settings})
+    except (TypeError, ValueError) as error:
+        raise SpecGenError(f"vLLM does not start with the settings {settings}: {reason_of(error)}.") from error
 
     def answer(prompts: list[list[int]], seeds: list[int]) -> list[list[int]]:
         drawn = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p}
@@ -175,7 +179,8 @@ def regenerate(
     if not questions:
         raise SpecGenError("there is no prompt to answer.")
     with alone(out):
-        done = _resume(out, _meta(questions, source))
+        meta = _meta(questions, source)
+        done = _resume(out, meta)
         tokens, start, here = 0, time.perf_counter(), 0
         for batch in _batches(questions, batch_size):
             todo = [number for number in batch if number not in done]
@@ -186,6 +191,8 @@ def regenerate(
                 _row(number, questions[number], answer, source.ends, decode)
                 for number, answer in zip(todo, answers, strict=True)
             ]
+            if not (done or here):  # not before: a run that stops without an answer leaves nothing to refuse the next
+                write_whole(meta_path(out), json.dumps(meta, indent=1, ensure_ascii=False) + "\n")
             append(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
             here, tokens = here + len(rows), tokens + sum(map(len, answers))
             if progress is not None:
@@ -258,30 +265,32 @@ def _meta(questions: Sequence[Question], source: Source) -> dict[str, Any]:
     }
 
 
-_MUST_AGREE = ("format", "sampling", "prompts", "dtype")
+_MUST_AGREE = ("format", "sampling", "prompts", "dtype", "chat_template_kwargs")
 _SIZES = ("hidden_size", "vocab_size", "num_layers")
 
 
 def _resume(out: Path, meta: dict[str, Any]) -> set[int]:
-    """Return the numbers that a file holds already; cut off a torn last line, write down whose answers these are."""
-    known = read_meta(out)
-    if out.exists() and out.stat().st_size and known is None:
-        raise SpecGenError(
-            f"{out} exists and {meta_path(out).name} beside it does not: whose answers it holds is not known. Give "
-            "another file, or start anew (--restart)."
-        )
-    if known is None:
-        write_whole(meta_path(out), json.dumps(meta, indent=1, ensure_ascii=False) + "\n")
-    else:
-        _compare(out, known, meta)
-    if not out.exists():
-        return set()
-    kept = out.read_bytes()
+    """Return the numbers that a file holds already; cut off a torn last line.
+
+    A file without an answer is nobody's: what may stand beside it says nothing.
+    """
+    kept = out.read_bytes() if out.exists() else b""
     whole = kept[: kept.rfind(b"\n") + 1]
+    if whole.strip():
+        _compare(out, meta)
+    elif kept and read_meta(out) is None:
+        raise _unknown(out)
     if len(whole) < len(kept):
         with writing(out):
             os.truncate(out, len(whole))
     return {_number(out, place, line) for place, line in enumerate(whole.split(b"\n"), start=1) if line}
+
+
+def _unknown(out: Path) -> SpecGenError:
+    return SpecGenError(
+        f"{out} exists and {meta_path(out).name} beside it does not: whose answers it holds is not known. Give "
+        "another file, or start anew (--restart)."
+    )
 
 
 def _number(out: Path, place: int, line: bytes) -> int:
@@ -294,9 +303,12 @@ def _number(out: Path, place: int, line: bytes) -> int:
         ) from error
 
 
-def _compare(out: Path, known: dict[str, Any], meta: dict[str, Any]) -> None:
-    """Raises: ``SpecGenError`` naming what differs."""
-    differ = [name for name in _MUST_AGREE if known.get(name) != meta.get(name)]
+def _compare(out: Path, meta: dict[str, Any]) -> None:
+    """Raises: ``SpecGenError`` naming what differs between what a file's answers were made with and ``meta``."""
+    known = read_meta(out)
+    if known is None:
+        raise _unknown(out)
+    differ = [name for name in _MUST_AGREE if (known.get(name) or None) != (meta.get(name) or None)]
     theirs, ours = known.get("target", {}), meta["target"]
     same = ("fingerprint", *_SIZES) if ours["fingerprint"] else ("fingerprint", *_SIZES, "name")
     if any(theirs.get(name) != ours[name] for name in same):
@@ -319,23 +331,40 @@ def write_parquet(rows: Path, out: Path) -> None:
         found.select(sorted(range(len(places)), key=places.__getitem__)).to_parquet(str(out))
 
 
-def chat_prompts(dataset: Any, limit: int | None = None) -> list[tuple[list[dict[str, Any]], list[Any] | None]]:
-    """Return each chat of a data set up to its last question, with its tools; earlier answers stay as they are.
+def chat_prompts(dataset: Any, limit: int | None = None, strict: bool = False) -> list[Chat]:
+    """Return each chat of a data set up to its last question; earlier answers stay as they are.
 
-    Raises: ``SpecGenError`` for data without messages, conversations, or prompt.
+    Rows that cannot be read, or in which nobody asks, are left out and counted, with a warning.
+
+    Raises: ``SpecGenError`` when more than half of the rows cannot be read (``strict``: when one cannot).
     """
-    from hf_specgen.trainers.data import chat_of
+    from hf_specgen.trainers.data import check_left_out, rows_in
 
-    found: list[tuple[list[dict[str, Any]], list[Any] | None]] = []
-    for row in dataset:
+    found: list[Chat] = []
+    problems: list[str] = []
+    for row in rows_in(dataset):
         if limit is not None and len(found) >= limit:
             break
         try:
-            messages, tools = chat_of(row)
-        except (AttributeError, KeyError, TypeError) as error:
-            raise SpecGenError(f"a row cannot be read ({error}): {str(row)[:80]}. Leave it out.") from error
-        while messages and messages[-1].get("role") != "user":
-            messages = messages[:-1]
-        if messages:
-            found.append((messages, tools))
+            found.append(_question_of(row))
+        except SpecGenError as error:
+            if strict:
+                raise
+            problems.append(str(error))
+    check_left_out(len(problems), len(problems) + len(found), problems[0] if problems else "")
     return found
+
+
+def _question_of(row: Any) -> Chat:
+    """Return a row's chat up to its last question. Raises: ``SpecGenError``."""
+    try:
+        chat = chat_of(row)
+        asked = [place for place, message in enumerate(chat.messages, 1) if message.get("role") == "user"]
+    except SpecGenError:
+        raise
+    except (AttributeError, KeyError, TypeError) as error:
+        raise SpecGenError(f"a row cannot be read ({error}): {str(row)[:80]}. Leave it out.") from error
+    if not asked:
+        roles = ", ".join(str(message.get("role")) for message in chat.messages[:8])
+        raise SpecGenError(f"in a row nobody asks: its roles are {roles}.")
+    return replace(chat, messages=chat.messages[: asked[-1]])

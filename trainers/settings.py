@@ -16,6 +16,7 @@ import yaml  # type: ignore[import-untyped]
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
+from hf_specgen.chats import read_settings
 from hf_specgen.drafter_config import DrafterConfig
 from hf_specgen.errors import SpecGenError, reason_of
 from hf_specgen.loading import classes_of
@@ -45,6 +46,13 @@ class TrainOptions:
     num_proc: int | None = field(default=None, metadata={"help": "Processes that tokenise."})
     limit: int | None = field(default=None, metadata={"help": "At most that many rows of --data."})
     turns: str = field(default="all", metadata={"help": "Answers of a chat that are supervised: all or last."})
+    chat_template_kwargs: str | None = field(
+        default=None,
+        metadata={"help": "What the chat template is told, as JSON, such as '{\"enable_thinking\": false}'."},
+    )
+    strict: bool = field(
+        default=False, metadata={"help": "Stop at a row that cannot be read exactly, in place of leaving it out."}
+    )
     eval_data: str | None = field(default=None, metadata={"help": "Texts to evaluate on, instead of rows of --data."})
     eval_split: str = field(default="train", metadata={"help": "The split of --eval_data."})
     eval_rows: int = field(default=64, metadata={"help": "Rows to evaluate on, at most a tenth of --data; 0: none."})
@@ -80,6 +88,11 @@ class TrainOptions:
             if value is not None and value < smallest:
                 raise SpecGenError(f"--{name} {value}: at least {smallest} is required.")
         self.drafter_settings()
+        self.template_settings()
+
+    def template_settings(self) -> dict[str, Any]:
+        """Return ``chat_template_kwargs``. Raises: ``SpecGenError`` for what is no JSON object."""
+        return read_settings(self.chat_template_kwargs, "--chat_template_kwargs")
 
     def drafter_settings(self) -> dict[str, Any]:
         """Return ``drafter_config``. Raises: ``SpecGenError`` for what is no JSON, or names no field."""

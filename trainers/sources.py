@@ -78,37 +78,66 @@ def own_tokenizer(job: Job, tokenizer: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Authored:
-    """Hold what is known of who wrote the texts: in words for the card, and ``warnings`` for the one who trains."""
+    """Hold what is known of who wrote the texts: in words for the card, ``warnings`` for the one who trains, and the
+    ``chat_template_kwargs`` that they were made with.
+    """
 
     words: str = ""
     warnings: tuple[str, ...] = ()
+    template: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def authored(options: TrainOptions, facts: TargetFacts, temperature: float) -> Authored:
     """Compare what ``hf-specgen regenerate`` wrote down beside its answers with the target and ``eval_temperature``.
 
-    Raises: ``SpecGenError`` for answers of a target with other tokens; of another one with these, it is a warning.
+    Raises: ``SpecGenError`` for answers of a target with other tokens (of another one with these, it is a warning), and
+    for texts that are tokens already and were made with other ``chat_template_kwargs`` than those that are given.
     """
+    given = options.template_settings()
     if options.features is not None:
-        return Authored(str(_manifest(options.features).get("authors") or ""))
+        manifest = _manifest(options.features)
+        cached = dict(manifest.get("chat_template_kwargs") or {})
+        check_template(f"--features {options.features}", cached, given)
+        return Authored(str(manifest.get("authors") or ""), template=cached)
     texts = answered(str(options.data), facts)
     judged = texts if options.eval_data is None else answered(options.eval_data, facts)
-    warnings = [part.warning for part in dict.fromkeys((texts, judged)) if part.warning]
+    for name, part in ((options.data, texts), (options.eval_data, judged)):
+        if part.template is not None:
+            check_template(str(name), part.template, given)
+    warnings = list(dict.fromkeys(part.warning for part in (texts, judged) if part.warning))
     if judged.temperature not in (None, temperature) and options.eval_rows:
         warnings.append(
             f"the texts to evaluate on were written at temperature {judged.temperature:g}, and evaluation judges at "
             f"{temperature:g}: --eval_temperature {judged.temperature:g} makes its figures those of decoding."
         )
-    return Authored(texts.words, tuple(warnings))
+    made, asked = (given if part.template is None else part.template for part in (texts, judged))
+    if made != asked and options.eval_rows:
+        warnings.append(
+            f"the texts to train on were made with the chat_template_kwargs {json.dumps(made)}, those to evaluate on "
+            f"with {json.dumps(asked)}: figures on texts of another form are not those of decoding."
+        )
+    return Authored(texts.words, tuple(warnings), made)
+
+
+def check_template(name: str, made: dict[str, Any], given: dict[str, Any]) -> None:
+    """Refuse settings of the template that tokens were not made with. Raises: ``SpecGenError``."""
+    if given and given != made:
+        raise SpecGenError(
+            f"{name} holds tokens that were made with the chat_template_kwargs {json.dumps(made)}, and "
+            f"{json.dumps(given)} cannot change them. Leave chat_template_kwargs out, or make the texts anew with them."
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Answered:
-    """Hold what is known of a file of answers: in words, what is wrong with it for a target, its temperature."""
+    """Hold what is known of a file of answers: in words, what is wrong with it for a target, its temperature, and the
+    ``chat_template_kwargs`` of its prompts (None: it is no such file).
+    """
 
     words: str = ""
     warning: str = ""
     temperature: float | None = None
+    template: dict[str, Any] | None = None
 
 
 def answered(data: str, facts: TargetFacts) -> Answered:
@@ -129,13 +158,13 @@ def answered(data: str, facts: TargetFacts) -> Answered:
             ": they teach less, and acceptance on them is not what decoding shows. hf-specgen regenerate lets this "
             "target answer."
         )
-    return Answered(words, wrong or "", drawn)
+    return Answered(words, wrong or "", drawn, dict(meta.get("chat_template_kwargs") or {}))
 
 
 def read_rows(options: TrainOptions, args: DrafterTrainingArguments, tokenizer: Any) -> tuple[Any, Any]:
     """Return the rows to train on and those to evaluate on (None: none), ready for the collator."""
-    chat = ChatOptions(turns=options.turns)
-    settings = DataOptions(args.max_length, args.packing, chat=chat, num_proc=options.num_proc)
+    chat = ChatOptions(turns=options.turns, chat_template_kwargs=options.template_settings())
+    settings = DataOptions(args.max_length, args.packing, chat=chat, num_proc=options.num_proc, strict=options.strict)
     apart = dataclasses.replace(settings, packing=False)
     with args.main_process_first(desc="reading the data"):
         if options.features is not None:
@@ -157,7 +186,7 @@ def read_rows(options: TrainOptions, args: DrafterTrainingArguments, tokenizer: 
     return rows, held_out
 
 
-def described(job: Job, target: PreTrainedModel, rows: Any, words: str) -> dict[str, Any]:
+def described(job: Job, target: PreTrainedModel, rows: Any, known: Authored) -> dict[str, Any]:
     """Return what a training was made of; folders of this machine are told by their last part."""
     options, streams = job.options, isinstance(rows, IterableDataset)
     data = options.data
@@ -170,7 +199,8 @@ def described(job: Job, target: PreTrainedModel, rows: Any, words: str) -> dict[
         "license": options.license or "",
         "data": public_name(data),
         "dtype": str(target.dtype).removeprefix("torch."),
-        "authors": words,
+        "authors": known.words,
+        "chat_template_kwargs": known.template,
         "texts": None if streams else len(rows),
         "tokens": None if streams else sum(sum(mask) for mask in rows["loss_mask"]),
     }

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 from datasets import IterableDataset
+from pyarrow.lib import ArrowInvalid  # type: ignore[import-untyped]
 from transformers import PreTrainedModel, TrainingArguments, set_seed
 
-from hf_specgen.errors import SpecGenError
+from hf_specgen.errors import SpecGenError, piped
 from hf_specgen.facts import TargetFacts
 from hf_specgen.loading import load_drafter
 from hf_specgen.trainers.base import DrafterTrainer, public_name
-from hf_specgen.trainers.data import DraftCollator
+from hf_specgen.trainers.data import DraftCollator, unreadable
 from hf_specgen.trainers.feature_cache import FeatureCache
 from hf_specgen.trainers.metrics import AcceptanceCallback
 from hf_specgen.trainers.report import best_step, figures, told, write_report
@@ -103,7 +104,7 @@ def train(job: Job, load: Load = open_target) -> dict[str, Any]:
     assert not isinstance(worth, float)
     trainer.save_model(_internal_call=True)  # otherwise it uploads, before there is a card
     apart = None if held_out is None else len(held_out)
-    about = described(job, target, rows, known.words) | {"start": "; ".join(start), "seconds": round(seconds, 1)}
+    about = described(job, target, rows, known) | {"start": "; ".join(start), "seconds": round(seconds, 1)}
     about |= {"held_out": apart, "from_step": 0 if checkpoint is None else int(checkpoint.rpartition("-")[2])}
     found = figures(trainer, about, worth)
     card = {"finetuned_from": options.base_model, "license": options.license}
@@ -147,6 +148,8 @@ def timed(trainer: DrafterTrainer, checkpoint: str | None, say: Say) -> float:
     except KeyboardInterrupt:
         say(stopped(trainer.args, trainer.state.global_step))
         raise
+    except ArrowInvalid as error:  # a stream's file is broken further on
+        raise unreadable(error) from error
     if trainer.state.global_step == 0:
         raise SpecGenError(
             f"no step was made: num_train_epochs={trainer.args.num_train_epochs:g}, and batches of "
@@ -254,7 +257,8 @@ def draft_length(trainer: DrafterTrainer) -> int:
 
 if __name__ == "__main__":
     try:
-        main()
+        with piped():
+            main()
     except SpecGenError as error:
         sys.exit(f"Error: {error}")
     except KeyboardInterrupt:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from hf_specgen.bench.compare import Divergence
 from hf_specgen.bench.methods import OURS, Decoding, Method, plain_method
 from hf_specgen.bench.prompts import Prompt
+from hf_specgen.bench.report import batch_sizes
 from hf_specgen.bench.run import Progress, Settings, run_bench
 from hf_specgen.errors import SpecGenError
 
@@ -33,6 +34,7 @@ class GreedyReport:
     compared: int
     divergences: list[tuple[str, Divergence]]
     tolerance: float
+    batch_sizes: dict[str, int] = field(default_factory=dict)
 
     @property
     def same(self) -> int:
@@ -100,7 +102,8 @@ def check_greedy(
         for batch in results
         for prompt, divergence in zip(batch.prompts, batch.divergences[OURS], strict=True)
     ]
-    return GreedyReport(len(found), [(name, d) for name, d in found if d is not None], tolerance)
+    parted = [(name, d) for name, d in found if d is not None]
+    return GreedyReport(len(found), parted, tolerance, batch_sizes(results))
 
 
 def check_law(  # noqa: PLR0913 - what there is to choose

@@ -65,7 +65,7 @@ def caption(report: Report) -> str:
         else f"{machine['cpu']}, {machine['threads']} threads"
     )
     return (
-        f"{target['name']}, {target['dtype']}, batch {settings['batch_size']}, {law}, "
+        f"{target['name']}, {target['dtype']}, batch {' and '.join(report['batch_sizes'])}, {law}, "
         f"{decoding['max_new_tokens']} new tokens, {len(report['prompts'])} prompts\n{place}"
     )
 

@@ -1,30 +1,36 @@
-"""Prompt files: read them, choose from them, turn them into token ids."""
+"""Prompt files: read them, choose from them, turn them into token ids; and the batches that prompts are run in."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 
+from hf_specgen.chats import Chat, check_text, message_of, render, settings_of, tools_of, with_system
 from hf_specgen.errors import SpecGenError, reason_of
 
 UNCATEGORIZED = "all"
+_ASKED = ("prompt", "turns", "messages", "conversations")
+_OTHER_TABLES = {".csv", ".tsv", ".parquet", ".arrow", ".xlsx", ".gz", ".zst", ".zip"}
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Hold one prompt as chat messages, with the category it is reported under and the tools that may be called."""
+    """Hold one prompt as chat messages, with the category it is reported under, the tools that may be called, and
+    ``settings``: its own ``chat_template_kwargs``."""
 
-    messages: tuple[dict[str, Any], ...]
+    messages: tuple[Mapping[str, Any], ...]
     category: str = UNCATEGORIZED
     question_id: str = ""
     tools: Sequence[Any] | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def text(self) -> str:
@@ -44,30 +50,50 @@ def own_prompts() -> list[Prompt]:
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
-    """Read a prompt file: ``.jsonl`` with one record a line, anything else as text with one prompt a paragraph.
+    """Read a prompt file: records from ``.jsonl`` (one a line) or ``.json`` (an array of them, or lines), anything else
+    as text with one prompt a paragraph.
 
-    A record has ``prompt`` (a string), ``turns`` (a list; the first turn is used) or ``messages`` (role and content,
-    the last one from the user), and optionally ``category`` and ``question_id``. Paragraphs of a text file are
-    separated by blank lines.
+    A record has ``prompt`` (a string), ``turns`` (a list; the first turn is used), ``messages`` (role and content, the
+    last one from the user) or ``conversations`` (from and value), and optionally ``system``, ``tools``, ``category``,
+    ``question_id`` and ``chat_template_kwargs``. Paragraphs of a text file are separated by blank lines.
 
-    Raises: SpecGenError naming file and line.
+    Raises: SpecGenError naming file and line or row.
     """
     path = Path(path)
+    if path.suffix.lower() in _OTHER_TABLES:
+        raise SpecGenError(f"{path} ends with {path.suffix!r}: a .jsonl, .json or text file of prompts is required.")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise SpecGenError(
-            f"cannot read the prompt file {path}: {reason_of(error)}. Give a UTF-8 .jsonl or text file."
+            f"cannot read the prompt file {path}: {reason_of(error)}. Give a UTF-8 .jsonl, .json or text file."
         ) from None
-    prompts = _parse_jsonl(text, str(path)) if path.suffix in {".jsonl", ".ndjson"} else _parse_text(text)
+    prompts = _parse(text, path)
     if not prompts:
         raise SpecGenError(f"{path} holds no prompt. Give one JSON record a line, or paragraphs of text.")
     return prompts
 
 
+def _parse(text: str, path: Path) -> list[Prompt]:
+    if path.suffix.lower() == ".json" and text.lstrip().startswith("["):
+        return _parse_array(text, str(path))
+    is_records = path.suffix.lower() in {".json", ".jsonl", ".ndjson"}
+    return _parse_jsonl(text, str(path)) if is_records else _parse_text(text)
+
+
 def _parse_text(text: str) -> list[Prompt]:
     paragraphs = [part.strip("\n") for part in "\n".join(line.rstrip() for line in text.splitlines()).split("\n\n")]
     return [Prompt.user(part, question_id=str(i)) for i, part in enumerate(filter(str.strip, paragraphs), 1)]
+
+
+def _parse_array(text: str, name: str) -> list[Prompt]:
+    try:
+        records = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise SpecGenError(
+            f"{name}:{error.lineno}: not JSON ({error.msg} at column {error.colno}). Write an array of records."
+        ) from None
+    return [_prompt(record, f"{name}: record {number}", str(number)) for number, record in enumerate(records, 1)]
 
 
 def _parse_jsonl(text: str, name: str) -> list[Prompt]:
@@ -83,44 +109,56 @@ def _parse_record(line: str, where: str, default_id: str) -> Prompt:
         raise SpecGenError(
             f"{where}: not JSON ({error.msg} at column {error.colno}). Write one record a line."
         ) from None
+    return _prompt(record, where, default_id)
+
+
+def _prompt(record: Any, where: str, default_id: str) -> Prompt:
     if not isinstance(record, dict):
         raise SpecGenError(f"{where}: a record must be an object with prompt, turns or messages, got {record!r:.60}.")
-    given = [key for key in ("prompt", "turns", "messages") if key in record]
+    given = [key for key in _ASKED if key in record]
     if len(given) != 1:
         found = ", ".join(given) or ", ".join(map(str, record)) or "nothing"
-        raise SpecGenError(f"{where}: exactly one of prompt, turns, messages is required, found {found}.")
+        raise SpecGenError(f"{where}: exactly one of {', '.join(_ASKED)} is required, found {found}.")
+    check_text(json.dumps(record, ensure_ascii=False), where)
     category = str(record.get("category") or UNCATEGORIZED)
     question_id = default_id if record.get("question_id") is None else str(record["question_id"])
-    return Prompt(_messages(given[0], record[given[0]], where), category, question_id)
+    messages = _messages(given[0], record[given[0]], where)
+    try:
+        chat = Chat(with_system(messages, record), tools_of(record), settings_of(record))
+    except SpecGenError as error:
+        raise SpecGenError(f"{where}: {error}") from None
+    return Prompt(tuple(chat.messages), category, question_id, chat.tools, chat.settings)
 
 
-def _messages(key: str, value: Any, where: str) -> tuple[dict[str, str], ...]:
+def _messages(key: str, value: Any, where: str) -> list[dict[str, Any]]:
     if key == "prompt":
         return _from_prompt(value, where)
-    return _from_turns(value, where) if key == "turns" else _from_messages(value, where)
+    return _from_turns(value, where) if key == "turns" else _from_messages(key, value, where)
 
 
-def _from_prompt(value: Any, where: str) -> tuple[dict[str, str], ...]:
+def _from_prompt(value: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(value, str) or not value.strip():
         raise SpecGenError(f"{where}: prompt must be a string with text in it, got {value!r:.60}.")
-    return ({"role": "user", "content": value},)
+    return [{"role": "user", "content": value}]
 
 
-def _from_turns(value: Any, where: str) -> tuple[dict[str, str], ...]:
+def _from_turns(value: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
         raise SpecGenError(f"{where}: turns must be a list of strings, got {value!r:.60}.")
     return _from_prompt(value[0], where)
 
 
-def _from_messages(value: Any, where: str) -> tuple[dict[str, str], ...]:
+def _from_messages(key: str, value: Any, where: str) -> list[dict[str, Any]]:
+    names = ("role", "content") if key == "messages" else ("from", "value")
     if not isinstance(value, list) or not value:
-        raise SpecGenError(f"{where}: messages must be a list of {{role, content}}, got {value!r:.60}.")
+        raise SpecGenError(f"{where}: {key} must be a list of {{{', '.join(names)}}}, got {value!r:.60}.")
     for message in value:
-        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            raise SpecGenError(f"{where}: every message needs the strings role and content, got {message!r:.60}.")
-    if value[-1]["role"] != "user":
-        raise SpecGenError(f"{where}: the last message must be from the user, it is from {value[-1]['role']!r}.")
-    return tuple({"role": message["role"], "content": message["content"]} for message in value)
+        if not isinstance(message, dict) or not all(isinstance(message.get(name), str) for name in names):
+            raise SpecGenError(f"{where}: every message needs the strings {' and '.join(names)}, got {message!r:.60}.")
+    messages = [message_of(message) for message in value]
+    if messages[-1]["role"] != "user":
+        raise SpecGenError(f"{where}: the last message must be from the user, it is from {messages[-1]['role']!r}.")
+    return messages
 
 
 def select(prompts: Sequence[Prompt], categories: Iterable[str] = (), limit: int | None = None) -> list[Prompt]:
@@ -143,20 +181,36 @@ def select(prompts: Sequence[Prompt], categories: Iterable[str] = (), limit: int
     return [prompt for size, group in zip(sizes, groups, strict=True) for prompt in group[:size]]
 
 
-def encode(prompt: Prompt, tokenizer: Any, chat: bool = True) -> list[int]:
+def encode(prompt: Prompt, tokenizer: Any, chat: bool = True, settings: Mapping[str, Any] | None = None) -> list[int]:
     """Turn a prompt into token ids, through the chat template where the tokenizer has one and ``chat`` is set.
 
-    Raises: SpecGenError when the prompt has no token.
+    ``settings``: ``chat_template_kwargs``; the prompt's own win.
+
+    Raises: SpecGenError when the prompt has no token, the template refuses it, or ``settings`` are for no template.
     """
-    if chat and tokenizer.chat_template:
-        more = {"tools": list(prompt.tools)} if prompt.tools else {}
-        text = tokenizer.apply_chat_template(list(prompt.messages), tokenize=False, add_generation_prompt=True, **more)
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    else:
-        ids = tokenizer(prompt.text)["input_ids"]
+    name = f"the prompt {prompt.question_id or prompt.text!r:.60}"
+    applies = chat and bool(tokenizer.chat_template)
+    if settings and not applies:
+        why = "it was not to be used" if tokenizer.chat_template else "the tokenizer has none"
+        raise SpecGenError(f"chat_template_kwargs were given and no chat template is applied: {why}. Leave them out.")
+    text = _shown(prompt, tokenizer, settings or {}, name) if applies else prompt.text
+    check_text(text, name)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"] if applies else tokenizer(text)["input_ids"]
     if not ids:
-        raise SpecGenError(f"the prompt {prompt.question_id or prompt.text!r:.60} has no token. Give some text.")
+        raise SpecGenError(f"{name} has no token. Give some text.")
     return list(ids)
+
+
+def _shown(prompt: Prompt, tokenizer: Any, settings: Mapping[str, Any], name: str) -> str:
+    tools = list(prompt.tools) if prompt.tools else None
+    try:
+        return str(render(tokenizer, Chat(prompt.messages, tools, {**settings, **prompt.settings}), asks=True))
+    except TemplateError as error:
+        roles = ", ".join(str(message.get("role")) for message in prompt.messages[:8])
+        raise SpecGenError(
+            f"the chat template refuses {name} ({roles}): {reason_of(error)}. Leave it out, or feed it as it is "
+            "(--no-chat)."
+        ) from error
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad_id: int, device: torch.device | str | None = None) -> dict[str, Tensor]:
@@ -181,9 +235,22 @@ def pad_token(tokenizer: Any) -> int:
     return 0
 
 
+MIXED = "several categories"
+
+
 def batches(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
-    """Cut the prompts into batches of ``size`` that do not mix categories; the last of a category may be smaller."""
+    """Cut the prompts into batches of ``size``: of one category where it fills them, then across categories what is
+    left of each. Only the last batch may be smaller.
+    """
     groups: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         groups.setdefault(prompt.category, []).append(prompt)
-    return [group[i : i + size] for group in groups.values() for i in range(0, len(group), size)]
+    full = [group[i : i + size] for group in groups.values() for i in range(0, len(group) - size + 1, size)]
+    rest = [prompt for group in groups.values() for prompt in group[len(group) - len(group) % size :]]
+    return full + [rest[i : i + size] for i in range(0, len(rest), size)]
+
+
+def category_of(batch: Sequence[Prompt]) -> str:
+    """Return the category that a batch's figures belong to: a batch has one time, which cannot be divided."""
+    found = {prompt.category for prompt in batch}
+    return found.pop() if len(found) == 1 else MIXED

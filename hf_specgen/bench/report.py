@@ -6,6 +6,7 @@ import json
 import os
 import statistics
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +19,7 @@ from rich.text import Text
 
 from hf_specgen.bench.compare import ratio_words, short_ratio
 from hf_specgen.bench.methods import CONSTANT, OURS, OURS_PREPACKED, PLAIN, PLAIN_PREPACKED, STOCK, Method
+from hf_specgen.bench.prompts import MIXED
 from hf_specgen.bench.run import BatchResult, Cell, Settings
 from hf_specgen.stats import RowStats
 
@@ -39,6 +41,9 @@ def build_report(
     batches; ``speedup_repeats`` are the 10th and 90th percentile of the ratio over repeats. Where prepacked plain
     decoding was measured, ``over_prepacked`` holds the same ratios against it.
 
+    A batch has one time, so that the figures of a category are those of the batches that it fills alone; batches across
+    categories are a group of their own. ``batch_sizes`` says how many batches of how many rows ran.
+
     Units: seconds.
     """
     categories = list(dict.fromkeys(batch.category for batch in results))
@@ -56,6 +61,7 @@ def build_report(
         "schema": SCHEMA,
         **context,
         "settings": {**asdict(settings), "greedy": settings.decoding.greedy},
+        "batch_sizes": batch_sizes(results),
         "prompts": _prompts(results),
         "methods": reports,
     }
@@ -65,6 +71,7 @@ def _group_report(results: Sequence[BatchResult], name: str) -> Report:
     cells = [batch.cells[name] for batch in results]
     report: Report = {
         "prompts": sum(len(batch.prompts) for batch in results),
+        "batch_sizes": batch_sizes(results),
         "seconds": float(_times(results, name).sum()),
         "tokens": _tokens(results, name),
         "tokens_per_second": _tokens(results, name) / float(_times(results, name).sum()),
@@ -80,6 +87,17 @@ def _group_report(results: Sequence[BatchResult], name: str) -> Report:
     report["identical"] = {"compared": len(found), "same": found.count(None)} if found else None
     report["acceptance"] = _acceptance(cells)
     return report
+
+
+def batch_sizes(results: Sequence[BatchResult]) -> dict[str, int]:
+    """Return how many batches ran by how many rows they had, the largest first."""
+    found = Counter(len(batch.prompts) for batch in results)
+    return {str(size): found[size] for size in sorted(found, reverse=True)}
+
+
+def batch_words(sizes: dict[str, int]) -> str:
+    """Say which batches ran."""
+    return ", ".join(f"{number} of {size} row{'s' if size != '1' else ''}" for size, number in sizes.items())
 
 
 def _times(results: Sequence[BatchResult], name: str) -> np.ndarray:
@@ -215,6 +233,8 @@ def summary_line(report: Report) -> str:
             f"prepacked: plain {short_ratio(plain['speedup'])}, ours {short_ratio(packed['speedup'])} ({over} over "
             "prepacked plain)"
         )
+    if report["settings"]["batch_size"] > 1:
+        parts.append(f"batches: {batch_words(report['batch_sizes'])}")
     return " | ".join(parts)
 
 
@@ -294,6 +314,8 @@ _ACCEPTANCE_ROWS: tuple[tuple[str, Callable[[Report], str]], ...] = (
 
 def _notes(report: Report) -> list[Text]:
     lines = []
+    if MIXED in report["methods"][PLAIN]["categories"]:
+        lines.append(f"{MIXED}: batches across them; a category's own figures are those of the batches it fills alone")
     for name, part in report["methods"].items():
         if part.get("identical"):
             same, compared = part["identical"]["same"], part["identical"]["compared"]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hf_specgen.bench.compare import Divergence, find_divergence
 from hf_specgen.bench.machine import Stopwatch, Timing
 from hf_specgen.bench.methods import PLAIN, Decoding, Inputs, Method, Output
-from hf_specgen.bench.prompts import Prompt, batches, encode, pad_left, pad_token
+from hf_specgen.bench.prompts import Prompt, batches, category_of, encode, pad_left, pad_token
 from hf_specgen.errors import SpecGenError
 from hf_specgen.stats import AcceptanceStats
 
@@ -25,6 +25,7 @@ class Settings:
     repeats: int = 3
     warmup: int = 1
     chat: bool = True
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -57,8 +58,8 @@ class BatchResult:
 
     @property
     def category(self) -> str:
-        """Return the category that all prompts of the batch share."""
-        return self.prompts[0].category
+        """Return the category that all prompts of the batch share, or that they are of several."""
+        return category_of(self.prompts)
 
 
 def run_bench(
@@ -134,7 +135,7 @@ def _check_methods(methods: Sequence[Method], batch_size: int) -> None:
 def _encode_all(model: Any, tokenizer: Any, prompts: Sequence[Prompt], settings: Settings) -> list[BatchResult]:
     work = []
     for group in batches(prompts, settings.batch_size):
-        ids = [encode(prompt, tokenizer, settings.chat) for prompt in group]
+        ids = [encode(prompt, tokenizer, settings.chat, settings.chat_template_kwargs) for prompt in group]
         for prompt, row in zip(group, ids, strict=True):
             check_room(model, len(row), settings.decoding.max_new_tokens, f"prompt {prompt.question_id}")
         work.append(BatchResult(group, ids, {}))

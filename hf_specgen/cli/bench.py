@@ -84,6 +84,7 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     rule: options.RuleName = Rule.rejection,
     sample_drafts: options.SampleDrafts = False,
     no_chat: options.NoChat = False,
+    chat_template_kwargs: options.TemplateSettings = None,
     dtype: options.DtypeName = Dtype.auto,
     device: options.Device = "cpu",
     threads: options.Threads = None,
@@ -93,7 +94,6 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     Ratios below 1 are called slower. Greedy texts are compared with the plain ones; where they part, the target's
     logit gap there is reported. With --prepack every ratio is given against prepacked plain generate() as well.
     """
-    from hf_specgen.bench.methods import OURS_PREPACKED
     from hf_specgen.bench.run import Settings
     from hf_specgen.cli import session as work
 
@@ -105,14 +105,13 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     work.require_sampling(decoding, flags)
     source = work.PromptFlags(prompts, task_prompts, task_seed, task_skip)
     chosen = work.choose_prompts(source, categories or preset.categories, limit or preset.limit)
-    settings = Settings(decoding, batch_size, repeats or preset.repeats, warmup, not no_chat)
+    template = work.template_settings(chat_template_kwargs, not no_chat)
+    settings = Settings(decoding, batch_size, repeats or preset.repeats, warmup, not no_chat, template)
     if out is not None:
         _check_folder(out)
     session = work.open_session(flags)
     methods = _methods(session, batch_size, num_tokens, stock, constant)
-    if prepack:
-        packed = session.prepacked()
-        methods = [methods[0], packed.bound_plain(), *methods[1:], packed.bound(name=OURS_PREPACKED)]
+    methods = _with_prepacked(session, methods) if prepack else methods
     _measure(session, chosen, methods, settings, out)
     if preset.check_float32 if check_float32 is None else check_float32:
         _check_float32(session, chosen, settings, prepack)
@@ -168,6 +167,13 @@ def _methods(session: Session, batch_size: int, num_tokens: int, stock: bool | N
     if constant:
         methods.append(session.ours(num_tokens, CONSTANT, f"ours, {num_tokens} tokens"))
     return [*methods, session.ours()]
+
+
+def _with_prepacked(session: Session, methods: list[Method]) -> list[Method]:
+    from hf_specgen.bench.methods import OURS_PREPACKED
+
+    packed = session.prepacked()
+    return [methods[0], packed.bound_plain(), *methods[1:], packed.bound(name=OURS_PREPACKED)]
 
 
 def _measure(

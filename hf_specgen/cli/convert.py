@@ -49,6 +49,7 @@ def convert(  # noqa: PLR0913 - one parameter a flag
     draft_vocab_size: Size = None,
     data: Answers = None,
     split: Split = "train",
+    chat_template_kwargs: options.TemplateSettings = None,
     aux_layer_convention: options.AuxLayers = None,
     revision: options.Revision = None,
     force: Force = False,
@@ -57,12 +58,14 @@ def convert(  # noqa: PLR0913 - one parameter a flag
 
     Every tensor is accounted for; the folder is complete or untouched.
     """
-    from hf_specgen.cli.shortlist import with_fewer_ids
+    from hf_specgen.chats import read_settings
+    from hf_specgen.cli.shortlist import Counted, with_fewer_ids
     from hf_specgen.drafters.learned import check_fit
     from hf_specgen.formats.base import ReadOptions, layout_named
     from hf_specgen.hub import open_checkpoint
 
     check_replaceable(folder, force)
+    template = read_settings(chat_template_kwargs, "--chat-template-kwargs")
     facts = read_facts(target)
     opened = open_checkpoint(
         checkpoint, ReadOptions(facts, options.convention(aux_layer_convention)), {"revision": revision}
@@ -71,9 +74,11 @@ def convert(  # noqa: PLR0913 - one parameter a flag
         check_fit(opened.config, facts)
     found = opened.read()
     if draft_vocab_size is not None:
-        found = with_fewer_ids(found, draft_vocab_size, data, split, target)
-    elif data is not None:
-        raise SpecGenError("--data is for --draft-vocab-size N: say how many ids are kept, or leave it out.")
+        found = with_fewer_ids(found, draft_vocab_size, Counted(data, split, target, template))
+    elif data is not None or chat_template_kwargs is not None:
+        raise SpecGenError(
+            "--data and its template are for --draft-vocab-size N: say how many ids are kept, or leave it out."
+        )
     layout = layout_named(to.value)
     found = with_lent(found, layout.borrowed(found.config), target)
     with replaced(folder) as fresh:

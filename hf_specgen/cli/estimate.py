@@ -66,13 +66,19 @@ def estimate(  # noqa: PLR0913 - one parameter a flag
     memory: Memory = None,
     tflops: Speed = None,
     bf16: Bf16 = False,
+    chat_template_kwargs: options.TemplateSettings = None,
     device: options.Device = "cpu",
 ) -> None:
     """Tell what memory, disk, time and tokens a training plan needs, from configurations alone: no weights are read."""
+    from hf_specgen.chats import read_settings
     from hf_specgen.trainers import estimate as work
 
+    template = read_settings(chat_template_kwargs, "--chat-template-kwargs")
     config, small = _config(target), None if draft_model is None else _config(draft_model)
-    found = _count(target, data, split, max_length) if data is not None else _said(tokens, supervised_share, row_length)
+    if data is not None:
+        found = _count(target, data, split, max_length, template)
+    else:
+        found = _said(tokens, supervised_share, row_length)
     unrolled = steps or (4 if method is Method.medusa else 7)
     plan = work.Plan(
         method.value,
@@ -127,15 +133,18 @@ def _said(tokens: float | None, share: float, length: int) -> tuple[int, int, in
     return int(tokens), max(1, int(tokens * share)), max(1, int(tokens / length))
 
 
-def _count(target: str, data: str, split: str, max_length: int) -> tuple[int, int, int]:
+def _count(target: str, data: str, split: str, max_length: int, template: dict[str, Any]) -> tuple[int, int, int]:
     """Return tokens, supervised tokens and rows of a data set."""
     from transformers import AutoTokenizer
 
     from hf_specgen.trainers.data import DataOptions, load_data, prepare_dataset
+    from hf_specgen.trainers.masks import ChatOptions
 
     opened = load_data(data, split)
     given = {"input_ids"} & set(opened.column_names)
-    rows = prepare_dataset(opened, None if given else AutoTokenizer.from_pretrained(target), DataOptions(max_length))
+    tokenizer = None if given else AutoTokenizer.from_pretrained(target)
+    chat = ChatOptions(chat_template_kwargs=template)
+    rows = prepare_dataset(opened, tokenizer, DataOptions(max_length, chat=chat))
     masks = [row for batch in rows.with_format("numpy").iter(1000) for row in batch["loss_mask"]]
     return sum(map(len, masks)), int(sum(mask.sum() for mask in masks)), len(rows)
 

@@ -46,6 +46,8 @@ def features(  # noqa: PLR0913 - one parameter a flag
     max_length: MaxLength = 2048,
     packing: Packing = False,
     turns: Turns = "all",
+    chat_template_kwargs: options.TemplateSettings = None,
+    strict: options.Strict = False,
     store: StoredAs = Dtype.auto,
     batch_size: BatchSize = 8,
     dtype: options.DtypeName = Dtype.auto,
@@ -58,32 +60,51 @@ def features(  # noqa: PLR0913 - one parameter a flag
     """
     import torch
 
-    from hf_specgen.cli.session import ModelFlags, note, open_session, progress_bar
-    from hf_specgen.facts import TargetFacts
+    from hf_specgen.cli.session import ModelFlags, open_session, progress_bar, template_settings
     from hf_specgen.trainers import feature_cache as work
     from hf_specgen.trainers.data import DataOptions, load_data, prepare_dataset
     from hf_specgen.trainers.masks import ChatOptions
-    from hf_specgen.trainers.sources import answered
 
     if (out / work.MANIFEST).exists():
         raise SpecGenError(f"{out} holds a cache: give another folder, or remove it first.")
+    template = template_settings(chat_template_kwargs, chat=True)
     session = open_session(ModelFlags(target, "none", Rule.rejection, False, dtype, device, threads))
-    texts = answered(data, TargetFacts.of(session.model))
-    if texts.warning:
-        note(f"warning: {texts.warning}")
-    wanted = DataOptions(max_length, packing, chat=ChatOptions(turns=turns))
+    words, template = _known(session, data, template)
+    wanted = DataOptions(max_length, packing, chat=ChatOptions(turns, chat_template_kwargs=template), strict=strict)
     rows = prepare_dataset(load_data(data, split), session.tokenizer, wanted)
     rows = rows if limit is None else rows.select(range(min(limit, len(rows))))
     kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     settings = work.CacheOptions(
         dtype=kinds.get(store.value),
         batch_size=batch_size,
-        notes={"data": data, "authors": texts.words, "split": split, "max_length": max_length, "packing": packing},
+        notes={
+            "data": data,
+            "authors": words,
+            "split": split,
+            "max_length": max_length,
+            "packing": packing,
+            "chat_template_kwargs": template,
+        },
     )
     with progress_bar("reading") as progress:
         cache = work.write_cache(out, rows, session.model, _boundaries(session, method, init_from), settings, progress)
     size = sum(path.stat().st_size for path in out.iterdir())
     typer.echo(f"Wrote {len(cache)} rows with {cache.manifest['tokens']:,} tokens to {out}: {size / 1e9:.2f} GB.")
+
+
+def _known(session: Any, data: str, template: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return who wrote the texts, in words, and what their chat template was told; warn of another target's."""
+    from hf_specgen.cli.session import note
+    from hf_specgen.facts import TargetFacts
+    from hf_specgen.trainers.sources import answered, check_template
+
+    texts = answered(data, TargetFacts.of(session.model))
+    if texts.warning:
+        note(f"warning: {texts.warning}")
+    if texts.template is None:
+        return texts.words, template
+    check_template(data, texts.template, template)
+    return texts.words, texts.template
 
 
 def _boundaries(session: Any, method: Reads, init_from: str | None) -> tuple[int, ...]:

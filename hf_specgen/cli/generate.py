@@ -14,7 +14,9 @@ from hf_specgen.errors import SpecGenError
 Text = Annotated[str | None, typer.Argument(metavar="[PROMPT]", help="What to continue or answer.", show_default=False)]
 File = Annotated[
     Path | None,
-    typer.Option("--file", help="A .jsonl (prompt, turns or messages a line) or text file (a prompt a paragraph)."),
+    typer.Option(
+        "--file", help="A .jsonl or .json (records: prompt, turns, messages) or text file (a prompt a paragraph)."
+    ),
 ]
 Chat = Annotated[bool, typer.Option("--chat", help="Talk: one message a line, the conversation is kept. End: /exit.")]
 Compare = Annotated[bool, typer.Option("--compare", help="Print plain and speculative text side by side, with times.")]
@@ -38,6 +40,7 @@ def generate(  # noqa: PLR0913 - one parameter a flag
     rule: options.RuleName = Rule.rejection,
     sample_drafts: options.SampleDrafts = False,
     no_chat: options.NoChat = False,
+    chat_template_kwargs: options.TemplateSettings = None,
     dtype: options.DtypeName = Dtype.auto,
     device: options.Device = "cpu",
     threads: options.Threads = None,
@@ -45,10 +48,18 @@ def generate(  # noqa: PLR0913 - one parameter a flag
 ) -> None:
     """Write text with speculative decoding. Text goes to stdout, everything else to stderr."""
     from hf_specgen.bench.prompts import Prompt, read_prompts
-    from hf_specgen.cli.session import ModelFlags, note, open_session, read_decoding, require_sampling
+    from hf_specgen.cli.session import (
+        ModelFlags,
+        note,
+        open_session,
+        read_decoding,
+        require_sampling,
+        template_settings,
+    )
     from hf_specgen.cli.writing import Writer
 
     _check_source(prompt, file, chat, compare, batch, no_chat)
+    template = template_settings(chat_template_kwargs, not no_chat)
     flags = ModelFlags(target, drafter, rule, sample_drafts, dtype, device, threads)
     decoding = read_decoding(max_new_tokens, temperature, top_k, top_p, seed)
     require_sampling(decoding, flags)
@@ -59,7 +70,7 @@ def generate(  # noqa: PLR0913 - one parameter a flag
     if prepack:
         session = session.prepacked()
         note("Weights are prepacked, for plain and speculative texts alike.")
-    writer = Writer(session, decoding, num_tokens, not no_chat)
+    writer = Writer(session, decoding, num_tokens, not no_chat, template)
     if chat:
         writer.talk()
     elif compare:

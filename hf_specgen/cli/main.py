@@ -1,7 +1,8 @@
 """The ``hf-specgen`` program: commands, one clean message for every error, exit codes.
 
-Exit codes: 0 fine, 1 a check failed, 2 bad input, 130 interrupted. torch is imported by the commands and not here, so
-that ``--help`` is quick and the thread settings are made before torch reads them.
+Exit codes: 0 fine, 1 a check failed, 2 bad input, 130 interrupted, 141 nobody reads the output any more. torch is
+imported by the commands and not here, so that ``--help`` is quick and the thread settings are made before torch reads
+them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hf_specgen.cli.inspect import inspect
 from hf_specgen.cli.regenerate import regenerate
 from hf_specgen.cli.train import train
 from hf_specgen.cli.verify import verify
-from hf_specgen.errors import SpecGenError
+from hf_specgen.errors import SpecGenError, piped
 
 BAD_INPUT, INTERRUPTED = 2, 130
 
@@ -31,10 +32,21 @@ BAD_INPUT, INTERRUPTED = 2, 130
 class CleanGroup(TyperGroup):
     """Turn errors that the user can mend into one message instead of a traceback."""
 
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        """Read the arguments; help is printed here."""
+        with piped():
+            return super().make_context(*args, **kwargs)
+
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
+        with piped():
+            return self._invoke(ctx)
+
+    def _invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except BrokenPipeError:
+            raise
         except (SpecGenError, OSError) as error:
             typer.secho(f"Error: {error}", fg="red", err=True)
             raise typer.Exit(BAD_INPUT) from None

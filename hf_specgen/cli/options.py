@@ -74,6 +74,16 @@ TopK = Annotated[int | None, typer.Option(min=1, help="Sample among the k likeli
 TopP = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Sample among the likeliest tokens of this total.")]
 Seed = Annotated[int | None, typer.Option(min=0, help="Make sampling repeatable.")]
 NoChat = Annotated[bool, typer.Option("--no-chat", help="Feed the prompt as it is, without the chat template.")]
+TemplateSettings = Annotated[
+    str | None,
+    typer.Option(
+        "--chat-template-kwargs",
+        help="What the chat template is told, as JSON, such as '{\"enable_thinking\": false}'.",
+    ),
+]
+Strict = Annotated[
+    bool, typer.Option("--strict", help="Stop at a row that cannot be read exactly, in place of leaving it out.")
+]
 DtypeName = Annotated[Dtype, typer.Option("--dtype", help="Number format of the models; auto: the checkpoint's own.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
 Prepack = Annotated[
@@ -83,7 +93,10 @@ Prepack = Annotated[
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads that torch may use.")]
 PromptFile = Annotated[
     Path | None,
-    typer.Option("--prompts", help="A .jsonl (prompt, turns or messages a line) or text file (a prompt a paragraph)."),
+    typer.Option(
+        "--prompts",
+        help="A .jsonl or .json (records: prompt, turns, messages) or text file (a prompt a paragraph).",
+    ),
 ]
 Limit = Annotated[int | None, typer.Option(min=1, help="At most that many prompts, taken evenly from the categories.")]
 TaskPrompts = Annotated[

@@ -28,6 +28,7 @@ from hf_specgen.bench.methods import (
 from hf_specgen.bench.prompts import Prompt, own_prompts, read_prompts, select
 from hf_specgen.bench.run import Progress as OnProgress
 from hf_specgen.bench.task_prompts import task_prompts
+from hf_specgen.chats import read_settings
 from hf_specgen.cli.options import Dtype, Rule
 from hf_specgen.errors import SpecGenError
 
@@ -159,6 +160,14 @@ def read_decoding(
     if seed is None:
         seed = random.SystemRandom().randrange(2**31) if temperature else 0
     return Decoding(max_new_tokens, temperature, top_k, top_p, seed)
+
+
+def template_settings(text: str | None, chat: bool) -> dict[str, Any]:
+    """Read --chat-template-kwargs. Raises: SpecGenError for what is no JSON object, and where no template is used."""
+    found = read_settings(text, "--chat-template-kwargs")
+    if found and not chat:
+        raise SpecGenError("--chat-template-kwargs has no effect with --no-chat. Leave one of them out.")
+    return found
 
 
 def require_sampling(decoding: Decoding, flags: ModelFlags) -> None:

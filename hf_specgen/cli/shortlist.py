@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hf_specgen.errors import SpecGenError, reason_of
@@ -10,32 +11,43 @@ if TYPE_CHECKING:
     from hf_specgen.formats.base import Checkpoint
 
 
-def with_fewer_ids(found: Checkpoint, size: int, data: str | None, split: str, tokenizer: str | None) -> Checkpoint:
+@dataclass(frozen=True)
+class Counted:
+    """Hold where ids are counted: the data, whose tokenizer reads it, and what its chat template is told."""
+
+    data: str | None
+    split: str = "train"
+    tokenizer: str | None = None
+    template: dict[str, Any] = field(default_factory=dict)
+
+
+def with_fewer_ids(found: Checkpoint, size: int, source: Counted) -> Checkpoint:
     """Return a checkpoint that drafts the ``size`` ids which are supervised most in a data set, and ends of text.
 
-    ``tokenizer``: of which model. Raises: ``SpecGenError`` for no data, no tokenizer, or a size that is no reduction.
+    Raises: ``SpecGenError`` for no data, no tokenizer, or a size that is no reduction.
     """
-    from dataclasses import replace
-
     from hf_specgen.cli.session import note
     from hf_specgen.formats.shortlist import drafted_ids, shortened
 
     known = drafted_ids(found)
-    tokenizer = tokenizer or found.config.target.get("name") or None
+    data = source.data
+    tokenizer = source.tokenizer or found.config.target.get("name") or None
     if data is None or not size < len(known):
         raise SpecGenError(
             f"--draft-vocab-size {size}: fewer ids than the drafter's {len(known)}, and --data FILE (answers of the "
             "target, in which ids are counted) are required."
         )
     try:
-        from hf_specgen.trainers.data import load_data, prepare_dataset
+        from hf_specgen.trainers.data import DataOptions, load_data, prepare_dataset
+        from hf_specgen.trainers.masks import ChatOptions
         from hf_specgen.trainers.sources import needs_tokenizer
         from hf_specgen.trainers.vocabulary import choose_vocabulary, count_supervised, coverage
     except ImportError as error:
         raise SpecGenError(f"counting needs {error.name}, which is not installed: pip install {error.name}") from None
-    rows = load_data(data, split)
+    rows = load_data(data, source.split)
     speaks = _tokenizer(tokenizer) if needs_tokenizer(rows) else None
-    counts = count_supervised(prepare_dataset(rows, speaks), found.config.vocab_size)
+    options = DataOptions(chat=ChatOptions(chat_template_kwargs=source.template))
+    counts = count_supervised(prepare_dataset(rows, speaks, options), found.config.vocab_size)
     before = counts[known].clone()
     ends = [] if speaks is None or speaks.eos_token_id is None else [speaks.eos_token_id]
     places = [int((known == end).nonzero()) for end in ends if bool((known == end).any())]

@@ -45,6 +45,7 @@ def verify(  # noqa: PLR0913 - one parameter a flag
     rule: options.RuleName = Rule.rejection,
     sample_drafts: options.SampleDrafts = False,
     no_chat: options.NoChat = False,
+    chat_template_kwargs: options.TemplateSettings = None,
     dtype: options.DtypeName = Dtype.auto,
     device: options.Device = "cpu",
     threads: options.Threads = None,
@@ -60,6 +61,7 @@ def verify(  # noqa: PLR0913 - one parameter a flag
     from hf_specgen.bench.run import Settings
     from hf_specgen.cli import session as work
 
+    template = work.template_settings(chat_template_kwargs, not no_chat)
     flags = work.ModelFlags(target, drafter, _exact(rule), sample_drafts, dtype, device, threads)
     chosen = work.choose_prompts(work.PromptFlags(prompts), categories, limit)
     if law_samples:
@@ -72,7 +74,7 @@ def verify(  # noqa: PLR0913 - one parameter a flag
         decoding = Decoding(max_new_tokens)
     work.require_sampling(decoding, flags)
     session = work.open_session(flags)
-    settings = Settings(Decoding(max_new_tokens), batch_size, repeats=1, warmup=0, chat=not no_chat)
+    settings = Settings(Decoding(max_new_tokens), batch_size, 1, 0, not no_chat, template)
 
     def ours() -> Method:
         return session.prepacked().bound(num_tokens) if prepack else session.ours(num_tokens)
@@ -107,7 +109,11 @@ def _check_greedy(
 
 
 def _show_greedy(report: GreedyReport, tokenizer: Any) -> None:
-    typer.echo(f"identical to plain greedy: {report.same}/{report.compared}")
+    from hf_specgen.bench.report import batch_words
+
+    several = list(report.batch_sizes) != ["1"]
+    rows = f" (batches: {batch_words(report.batch_sizes)})" if several else ""
+    typer.echo(f"identical to plain greedy: {report.same}/{report.compared}{rows}")
     for name, found in report.divergences:
         words = [
             "end of text" if token is None else repr(tokenizer.decode([token])) for token in (found.plain, found.other)
@@ -132,7 +138,7 @@ def _check_law(
     from hf_specgen.bench.prompts import encode
     from hf_specgen.cli.session import progress_bar
 
-    ids = encode(prompt, session.tokenizer, settings.chat)
+    ids = encode(prompt, session.tokenizer, settings.chat, settings.chat_template_kwargs)
     expected = session.drafter.spec != "none"
     with progress_bar("sampled law") as progress:
         report = check_law(session.model, ids, method, decoding, kept, samples, expected, progress)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from hf_specgen.bench.methods import Decoding, Method, Output, our_method, plain
 from hf_specgen.bench.prompts import Prompt, encode, pad_left, pad_token
 from hf_specgen.bench.run import check_room
 from hf_specgen.cli.session import Session, note, out
-from hf_specgen.errors import SpecGenError
+from hf_specgen.errors import SpecGenError, reason_of
 
 WARM_UP_TOKENS = 8
 
@@ -54,6 +54,7 @@ class Writer:
     decoding: Decoding
     num_tokens: int | None
     chat_template: bool
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def method(self) -> Method:
@@ -85,6 +86,8 @@ class Writer:
                 line = input("> ").strip()
             except EOFError:
                 return
+            except UnicodeDecodeError as error:
+                raise SpecGenError(f"a line is no text: {reason_of(error)}. UTF-8 is required.") from None
             if line == "/exit":
                 return
             if not line:
@@ -118,7 +121,8 @@ class Writer:
             out().print(self._times(left, left_time, right, right_time), soft_wrap=True)
 
     def _encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        rows = [encode(prompt, self.session.tokenizer, self.chat_template) for prompt in prompts]
+        given = self.chat_template, self.chat_template_kwargs
+        rows = [encode(prompt, self.session.tokenizer, *given) for prompt in prompts]
         for row in rows:
             check_room(self.session.model, len(row), self.decoding.max_new_tokens, "the prompt")
         return rows
