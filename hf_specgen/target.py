@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from hf_specgen.coins import Coins
 from hf_specgen.draft import Draft, Round, Verdict, spread
 from hf_specgen.forward import CachedModel
-from hf_specgen.fused import FLOATS, Dense
+from hf_specgen.fused import FLOATS, Dense, keeps_ties_by_id
 from hf_specgen.sequences import Sequences
 from hf_specgen.verify import verify
 from hf_specgen.warp import Truncation
@@ -82,6 +82,8 @@ class Scores:
         rows, scored, vocab = self.logits.shape
         logits, truncation = self.logits, self.sequences.warp.truncation
         folds = folds and not self.greedy  # of equal best tokens a warper may leave another than the first
+        if truncation is not None and truncation.top_p < 1:
+            folds = folds and keeps_ties_by_id(self.device, vocab)
         if truncation is None or not (folds or truncation == Truncation()):
             place = torch.arange(rows * scored, device=self.device)
             logits, truncation = self.at(place // scored, place % scored).view(rows, scored, vocab), Truncation()
