@@ -148,9 +148,8 @@ class SpeculativeDecoding:
             verdict = verify(scores, scores.draft, scores.coins(), sequences.rule)
             stats.verify_seconds += clock.lap()
             round = target.commit(draft, scores, verdict)
-            stats.add(round, sequences.active)
             log.add(round, scores, sequences.active)
-            sequences.append(round)
+            stats.add(round, sequences.append(round))
             stats.other_seconds += clock.lap()
             drafter.observe(round)
         stats.forward_seconds = target.cached.seconds - before

@@ -104,9 +104,10 @@ class StockCandidates(CandidateGenerator):
         path = torch.tensor([self._path], dtype=torch.long, device=device).view(1, -1)
         n, invalid = torch.tensor([count], device=device), torch.zeros(1, dtype=torch.bool, device=device)
         round = Round(draft, Verdict(path, n, input_ids[:, -1].to(device), invalid), hidden)
-        if sequences.new[0]:
-            self.stats.add(round, sequences.active)
-        sequences.append(round)
+        is_prompt = not sequences.new[0]
+        written = sequences.append(round)
+        if not is_prompt:
+            self.stats.add(round, written)
         self.stats.rows[0].num_tokens = sequences.new[0]
         self.drafter.observe(round)
 
