@@ -15,10 +15,10 @@ from hf_specgen.coins import Coins
 from hf_specgen.costs import Rate
 from hf_specgen.draft import DenseQ, Draft, Round, Tree, spread
 from hf_specgen.drafter_config import DrafterConfig
-from hf_specgen.drafters.base import DraftLength, Pace
+from hf_specgen.drafters.base import DraftLength, Pace, warn_shallow
 from hf_specgen.drafters.growing import check_confidence, check_drawn
 from hf_specgen.drafters.learned import LearnedDrafter, Objective, TrainingOutput
-from hf_specgen.drafters.trees import ABSENT, DynamicShape, Growth, Shape, StaticShape, parse_shape, top
+from hf_specgen.drafters.trees import ABSENT, DynamicShape, Growth, Shape, StaticShape, depth_of, parse_shape, top
 from hf_specgen.drafters.unrolling import Lesson, chosen, told, weighted
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError
 from hf_specgen.facts import TOKEN_OVERHEAD, TargetFacts, other_layers, whole
@@ -44,7 +44,8 @@ class MedusaDrafter(LearnedDrafter):
     """Draft with one head per token: head h reads the newest state of the target and guesses the token h + 2 further.
 
     Heads do not see each other's tokens: what a node may hold depends on its depth alone. ``config.tree``: None is a
-    chain on CPUs and the tree ``"medusa"`` elsewhere (unmeasured there). ``num_tokens`` bounds how deep a draft goes.
+    chain on CPUs and the tree ``"medusa"`` elsewhere (unmeasured there). ``num_tokens`` bounds how deep a draft goes,
+    and a number beyond the heads warns.
     ``costs`` replaces the assumed costs of a pass, ``confidence`` ends a chain where the best token is less likely.
 
     Raises: ``IncompatibleDrafter`` for a config without heads, ``SpecGenError`` for a tree deeper than there are heads.
@@ -244,7 +245,11 @@ class _Session:
         length.begin(len(sequences))
         self._pace = Pace(length, Rate(0.6, 0.7))
         number = asked.num_tokens if asked.num_tokens is not None else config.num_tokens
-        self._shape = _bounded(_shape(drafter.config, self._device), None if number is None else length.num_tokens)
+        shape = _shape(config, self._device)
+        heads = f"it has {config.num_heads} head{'s' * (config.num_heads > 1)}"
+        reason = heads if depth_of(shape) == config.num_heads else f"its tree (tree={config.tree!r}) is no deeper"
+        warn_shallow(drafter.title, None if number is None else length.num_tokens, depth_of(shape), reason)
+        self._shape = _bounded(shape, None if number is None else length.num_tokens)
         if self._draws:
             check_drawn(self._shape, sequences.rule)
         unsure = asked.confidence if asked.confidence is not None else drafter.confidence
@@ -276,8 +281,7 @@ class _Session:
 
     def propose(self, sequences: Sequences) -> Draft:
         """Draft for the rows that have room."""
-        depth = self._shape.max_depth if isinstance(self._shape, StaticShape) else self._shape.depth
-        room = [min(space, depth) for space in sequences.room]
+        room = [min(space, depth_of(self._shape)) for space in sequences.room]
         wanted = self._pace.wanted(room, sequences.remaining) if self._is_chain else room
         live = [row for row, want in enumerate(wanted) if want]
         if not live:
