@@ -15,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen.costs import Costs
 from hf_specgen.errors import SpecGenError
-from hf_specgen.facts import step_size
+from hf_specgen.facts import logits_width, step_size
 from hf_specgen.forward import check_arguments
 from hf_specgen.layer_kinds import layer_kinds
 from hf_specgen.lossy import Typical, read_rule, warn_lossy
@@ -72,7 +72,7 @@ def prepare(
         )
     tokens = real_tokens(input_ids, inputs.get("attention_mask"), inputs.get("position_ids"))
     check_positions(model, [len(row) for row in tokens], stops.max_length - input_ids.shape[1])
-    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    vocab_size = logits_width(model)
     warp.check(input_ids, vocab_size)
     device = model.get_input_embeddings().weight.device
     if options.seed is not None and options.generator is not None:

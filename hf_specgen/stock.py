@@ -16,7 +16,7 @@ from hf_specgen.draft import DenseQ, Draft, Round, SparseQ, Verdict
 from hf_specgen.drafters.base import Drafter
 from hf_specgen.entry import EnabledGenerate, disable, enable
 from hf_specgen.errors import SpecGenError
-from hf_specgen.facts import step_size
+from hf_specgen.facts import logits_width, step_size
 from hf_specgen.packing import is_prepacked
 from hf_specgen.requests import read_request, real_tokens, seed_rows
 from hf_specgen.sequences import DraftRequest, Sequences, Stops
@@ -54,7 +54,7 @@ class StockCandidates(CandidateGenerator):
         self.drafter = drafter
         self.stats = AcceptanceStats(drafter.title, "stock", rows=[RowStats()])
         self.taps, self.shown = Taps(model), dict[int, Tensor]()
-        vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
+        vocab_size = logits_width(model)
         warp = Warp(processors, 1)
         warp.check(input_ids, vocab_size)
         device = model.get_input_embeddings().weight.device

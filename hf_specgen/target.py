@@ -145,6 +145,7 @@ class Target:
         """Read the prompts; the round that comes back has an empty draft and every row's first token."""
         sequences = self.sequences
         output = self.cached.prefill(sequences.left_padded(), sequences.lengths, self.wants_hidden, self.prefill_chunk)
+        sequences.vocab_size = output.logits.shape[-1]  # the truth, whatever config and head say
         draft = Draft.empty(len(sequences), self.cached.device)
         scores = Scores(output.logits, draft, sequences, output.hidden)
         verdict = verify(scores, draft, sequences.coins(), sequences.rule)
@@ -158,7 +159,8 @@ class Target:
             live = torch.tensor(self.live, device=self.cached.device)
             draft, coins = draft.take(live), coins.take(live)
         # ids that do not exist cannot be accepted (``verify`` sees to it), but they must not crash the embedding
-        drafted = draft.tokens.clamp(0, self.sequences.vocab_size - 1)
+        known = self.cached.model.get_input_embeddings().weight.shape[0]
+        drafted = draft.tokens.clamp(0, min(known, self.sequences.vocab_size) - 1)
         tokens = torch.cat([self.sequences.roots(self.live), drafted], 1)
         output = self.cached.extend(tokens, draft.tree, draft.n_valid, self.wants_hidden)
         return Scores(output.logits, draft, self.sequences, output.hidden, live, coins, output.taps)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from operator import index
 from typing import TYPE_CHECKING, Any
 
+import torch.nn.functional as F
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specgen.costs import Costs, Rate
@@ -153,6 +155,12 @@ class DraftLength:
             if proposed:
                 full = len(path) == proposed
                 self.current[row] = self.current[row] + 2 if full else max(1, self.current[row] - 1)
+
+
+def fit_width(logits: Tensor, vocab: int) -> Tensor:
+    """Return logits ``(..., vocab)`` over the target's ids: those that a drafter lacks are impossible for it."""
+    logits = logits[..., :vocab]
+    return F.pad(logits, (0, vocab - logits.shape[-1]), value=float("-inf"))
 
 
 def warn_shallow(name: str, asked: int | None, deepest: int, reason: str) -> None:

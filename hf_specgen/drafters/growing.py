@@ -12,6 +12,7 @@ from torch import Tensor
 from hf_specgen.coins import Coins
 from hf_specgen.costs import Costs
 from hf_specgen.draft import DenseQ, Draft, Tree
+from hf_specgen.drafters.base import fit_width
 from hf_specgen.drafters.pairs import PairCache
 from hf_specgen.drafters.trees import ABSENT, DynamicShape, Growth, Shape, StaticShape
 from hf_specgen.errors import SpecGenError
@@ -98,7 +99,7 @@ class Laws:
     def widened(self, scores: Tensor) -> Tensor:
         """Return scores over the target's ids: those that the drafter lacks are impossible for it."""
         if self.ids is None:
-            return scores
+            return fit_width(scores, self.sequences.vocab_size)
         wide = scores.new_full((*scores.shape[:-1], self.sequences.vocab_size), float("-inf"))
         wide[..., self.ids] = scores
         return wide

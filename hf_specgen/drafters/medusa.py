@@ -15,7 +15,7 @@ from hf_specgen.coins import Coins
 from hf_specgen.costs import Rate
 from hf_specgen.draft import DenseQ, Draft, Round, Tree, spread
 from hf_specgen.drafter_config import DrafterConfig
-from hf_specgen.drafters.base import DraftLength, Pace, warn_shallow
+from hf_specgen.drafters.base import DraftLength, Pace, fit_width, warn_shallow
 from hf_specgen.drafters.growing import check_confidence, check_drawn
 from hf_specgen.drafters.learned import LearnedDrafter, Objective, TrainingOutput
 from hf_specgen.drafters.trees import ABSENT, DynamicShape, Growth, Shape, StaticShape, depth_of, parse_shape, top
@@ -367,7 +367,7 @@ class _Session:
     def _over_target(self, logits: Tensor, vocab: int) -> Tensor:
         """Return float32 logits over the target's ids; those that the heads do not know are impossible."""
         if self._ids is None:
-            return logits.float()
+            return fit_width(logits.float(), vocab)
         return logits.new_full((len(logits), vocab), float("-inf"), dtype=torch.float32).index_copy_(
             1, self._ids, logits.float()
         )

@@ -13,7 +13,7 @@ from hf_specgen import ops
 from hf_specgen.coins import DRAFT
 from hf_specgen.costs import Costs, Rate
 from hf_specgen.draft import DenseQ, Draft, Round, Tree, spread
-from hf_specgen.drafters.base import Drafter, DraftLength, Pace
+from hf_specgen.drafters.base import Drafter, DraftLength, Pace, fit_width
 from hf_specgen.errors import IncompatibleDrafter
 from hf_specgen.facts import step_size
 from hf_specgen.forward import CachedModel
@@ -185,10 +185,7 @@ class _Chain:
     def warp(self, logits: Tensor) -> Tensor:
         """Return the drafter's logits over the target's ids, under the target's processors."""
         sequences = self._sequences
-        size, width = sequences.vocab_size, logits.shape[-1]
-        logits = logits[:, :size].to(sequences.prompt.device, torch.float32)
-        if width < size:  # ids the drafter lacks are impossible for it
-            logits = torch.nn.functional.pad(logits, (0, size - width), value=float("-inf"))
+        logits = fit_width(logits.to(sequences.prompt.device, torch.float32), sequences.vocab_size)
         drafted = torch.stack(self._tokens, 1) if self._tokens else sequences.prompt[:, :0]
         texts = drafted.tolist() if sequences.warp.needs_prefix and sequences.stops.eos else []
 
