@@ -39,6 +39,11 @@ def keeps_ties_by_id(device: torch.device, vocab: int) -> bool:
     return device.type == "cuda" and vocab > _BITONIC
 
 
+def never_empty(logits: Tensor) -> Tensor:
+    """Raise -inf to the lowest number: where processors ban every token, plain greedy decoding writes the first one."""
+    return logits.clamp(min=torch.finfo(logits.dtype).min)
+
+
 def verify_dense(dense: Dense, draft: Draft, coins: CoinSource | None, rule: str) -> Verdict:
     """Judge a draft as ``verify`` does, reading each row of logits once and only a resampled row again."""
     batch, scored, vocab = dense.logits.shape

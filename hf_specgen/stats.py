@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hf_specgen.draft import Round
+from hf_specgen.errors import warn
 
 
 @dataclass
@@ -85,7 +86,8 @@ class AcceptanceStats:
     """Accumulate one ``generate()`` call: per row, in total, and where the seconds went.
 
     Units: seconds of wall time. ``verify_seconds`` holds the target's forward (``forward_seconds``) and the verdict;
-    ``other_seconds`` everything else after the prompt; ``prefill_seconds`` the prompt.
+    ``other_seconds`` everything else after the prompt; ``prefill_seconds`` the prompt. ``num_broken_rounds`` are
+    those whose drafter computed logits that are NaN or infinite.
     """
 
     drafter: str = ""
@@ -93,6 +95,7 @@ class AcceptanceStats:
     lossless: bool = True
     rows: list[RowStats] = field(default_factory=list)
     num_forwards: int = 0
+    num_broken_rounds: int = 0
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -100,8 +103,18 @@ class AcceptanceStats:
     other_seconds: float = 0.0
 
     def add(self, round: Round, written: list[int]) -> None:
-        """Count one verified round, of which each row wrote so many tokens: none where it was finished before."""
+        """Count one verified round, of which each row wrote so many tokens: none where it was finished before.
+
+        Warns: once, where the drafter's own logits were no numbers.
+        """
         self.num_forwards += 1
+        if round.broken and not self.num_broken_rounds:
+            warn(
+                f"{self.drafter} computes logits that are NaN or infinite, so that its drafts are worth nothing: the "
+                "text is the target's own, only slower. Check its weights and dtype (float16 overflows where bfloat16 "
+                "and float32 do not)."
+            )
+        self.num_broken_rounds += round.broken
         for row, path in enumerate(round.paths):
             if written[row]:
                 self.rows[row].add(round.reached[row], round.proposed[row], len(path), written[row])
@@ -158,6 +171,7 @@ class AcceptanceStats:
             "lossless": self.lossless,
             "num_rows": len(self.rows),
             "num_forwards": self.num_forwards,
+            "num_broken_rounds": self.num_broken_rounds,
             "num_tokens": total.num_tokens,
             "num_round_tokens": total.num_round_tokens,
             "num_rounds": total.num_rounds,

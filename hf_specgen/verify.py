@@ -9,7 +9,6 @@ All keep the target's law: see the papers named at each rule. (``lossy`` holds t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -20,7 +19,7 @@ from hf_specgen import ops
 from hf_specgen.coins import ACCEPT, SAMPLE, CoinSource, toss
 from hf_specgen.draft import Draft, SparseQ, Verdict
 from hf_specgen.errors import SpecGenError
-from hf_specgen.fused import Dense, verify_dense
+from hf_specgen.fused import Dense, never_empty, verify_dense
 from hf_specgen.lossy import Typical, verify_typical
 
 RULES = frozenset({"rejection", "block", "gumbel"})
@@ -80,7 +79,7 @@ def verify(scores: Scores, draft: Draft, coins: CoinSource | None, rule: str | T
         raise SpecGenError(
             "rule='block' got a tree of sampled tokens; it judges chains only. Use rule='rejection', or draft a chain."
         )
-    dense = _dense(scores, rule)
+    dense = scores.dense(rule != "gumbel") if ops.fuses(scores.device) else None
     if dense is not None:
         return verify_dense(dense, draft, coins, rule)
     if scores.greedy or coins is None:
@@ -92,14 +91,6 @@ def verify(scores: Scores, draft: Draft, coins: CoinSource | None, rule: str | T
     if rule == "block":
         return _block(scores, draft, coins)
     return _descend(scores, draft, _rejection(scores, draft, coins))
-
-
-def _dense(scores: Scores, rule: str) -> Dense | None:
-    """Return all logits where the fused path judges, None where the lazy one does."""
-    dense = scores.dense(rule != "gumbel") if ops.fuses(scores.device) else None
-    if dense is None or not scores.greedy or scores.untouched is not None:
-        return dense
-    return replace(dense, logits=_never_empty(dense.logits))
 
 
 def _descend(scores: Scores, draft: Draft, decide: _Decide) -> Verdict:
@@ -165,15 +156,10 @@ def _matching(scores: Scores, draft: Draft, pick: _Pick) -> _Decide:
 def _greedy_pick(scores: Scores) -> _Pick:
     logits = scores.untouched
     if logits is None:
-        return lambda rows, nodes, depth: ops.argmax(_never_empty(scores.at(rows, nodes)))
+        return lambda rows, nodes, depth: ops.argmax(never_empty(scores.at(rows, nodes)))
     # the best of every place in one go is cheaper than a few calls and casts at every level
     token, invalid = (part.view(logits.shape[:2]) for part in ops.argmax(logits.flatten(0, 1)))
     return lambda rows, nodes, depth: (token[rows, nodes], invalid[rows, nodes])
-
-
-def _never_empty(logits: Tensor) -> Tensor:
-    """Raise -inf to the lowest number: where processors ban every token, plain greedy decoding writes the first one."""
-    return logits.clamp(min=torch.finfo(logits.dtype).min)
 
 
 def _sample_pick(scores: Scores, draft: Draft, coins: CoinSource) -> _Pick:

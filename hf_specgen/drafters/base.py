@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from operator import index
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -155,6 +156,12 @@ class DraftLength:
             if proposed:
                 full = len(path) == proposed
                 self.current[row] = self.current[row] + 2 if full else max(1, self.current[row] - 1)
+
+
+def no_numbers(peaks: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Tell whether the largest logits of some passes are NaN or infinite: the ``broken`` of a draft."""
+    found = torch.stack(list(peaks)).to(device)
+    return (found - found != 0).any()
 
 
 def fit_width(logits: Tensor, vocab: int) -> Tensor:

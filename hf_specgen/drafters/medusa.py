@@ -15,7 +15,7 @@ from hf_specgen.coins import Coins
 from hf_specgen.costs import Rate
 from hf_specgen.draft import DenseQ, Draft, Round, Tree, spread
 from hf_specgen.drafter_config import DrafterConfig
-from hf_specgen.drafters.base import DraftLength, Pace, fit_width, warn_shallow
+from hf_specgen.drafters.base import DraftLength, Pace, fit_width, no_numbers, warn_shallow
 from hf_specgen.drafters.growing import check_confidence, check_drawn
 from hf_specgen.drafters.learned import LearnedDrafter, Objective, TrainingOutput
 from hf_specgen.drafters.trees import ABSENT, DynamicShape, Growth, Shape, StaticShape, depth_of, parse_shape, top
@@ -255,6 +255,7 @@ class _Session:
         unsure = asked.confidence if asked.confidence is not None else drafter.confidence
         self._confidence = unsure or 0.0
         check_confidence(self._confidence, self._is_chain)
+        self._peaks: list[Tensor] = []  # of the round being drafted
         self._parts: dict[int, tuple[StaticShape, Tree]] = {}
         ids = drafter.target_ids
         self._ids = None if ids is None else ids.to(self._device)
@@ -286,16 +287,20 @@ class _Session:
         live = [row for row, want in enumerate(wanted) if want]
         if not live:
             return Draft.empty(len(sequences), self._device)
-        owners = torch.tensor(live, device=self._device)
+        owners, self._peaks = torch.tensor(live, device=self._device), []
         some = next(self._drafter.parameters())
         states = self._states.index_select(0, owners).to(some.device, some.dtype)
         if isinstance(self._shape, DynamicShape):
-            return self._grow(sequences, states, live, [wanted[row] for row in live])
-        return self._fill(sequences, states, live, [wanted[row] for row in live])
+            draft = self._grow(sequences, states, live, [wanted[row] for row in live])
+        else:
+            draft = self._fill(sequences, states, live, [wanted[row] for row in live])
+        return replace(draft, broken=no_numbers(self._peaks, self._device))
 
     def _logits(self, depth: int, states: Tensor) -> Tensor:
         """Return the logits ``(R, V_draft)`` of the tokens ``depth`` below the root; ids that do not exist are cut."""
-        return self._drafter.head(depth - 1, states).to(self._device)
+        logits = self._drafter.head(depth - 1, states).to(self._device)
+        self._peaks.append(logits.amax())
+        return logits
 
     def _fill(self, sequences: Sequences, states: Tensor, live: list[int], wanted: list[int]) -> Draft:
         """Fill a fixed tree, level by level."""
