@@ -21,7 +21,7 @@ from hf_specgen.drafters.learned import LearnedDrafter, Objective, TrainingOutpu
 from hf_specgen.drafters.trees import ABSENT, DynamicShape, Growth, Shape, StaticShape, depth_of, parse_shape, top
 from hf_specgen.drafters.unrolling import Lesson, chosen, told, weighted
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError
-from hf_specgen.facts import TOKEN_OVERHEAD, TargetFacts, other_layers, whole
+from hf_specgen.facts import TOKEN_OVERHEAD, TargetFacts, logits_width, other_layers, whole
 from hf_specgen.sequences import Sequences
 from hf_specgen.taps import FINAL
 
@@ -85,7 +85,8 @@ class MedusaDrafter(LearnedDrafter):
             raise SpecGenError("ids= and own_head=False were given: the target's head covers all ids. Drop one.")
         facts = TargetFacts.of(model)
         sizes = {"hidden_size": facts.hidden_size, "vocab_size": facts.vocab_size, "target": facts.to_dict()}
-        known = torch.arange(facts.vocab_size) if ids is None else ids.cpu().sort().values
+        width = min(facts.vocab_size, logits_width(model))
+        known = torch.arange(width) if ids is None else ids.cpu().sort().values
         sizes |= {"draft_vocab_size": len(known), "num_heads": num_heads}
         drafter = cls(DrafterConfig(cls.method, **{**sizes, **settings})).to(model.device)
         drafter.attach(model)

@@ -10,6 +10,7 @@ from torch import nn
 
 from hf_specgen import PromptLookup, SmallModel, SpeculativeDecoding, WithLookup, stock_candidates
 from hf_specgen.facts import logits_width
+from hf_specgen.trainers.warm_start import new_drafter
 
 IDS = 64
 BIAS = {"sequence_bias": {(7,): 2.0, (3, 9): -4.0}}
@@ -95,3 +96,16 @@ def test_ids_beyond_the_embedding_do_not_crash_the_pass() -> None:
 def test_the_width_is_the_heads() -> None:
     assert logits_width(with_head(72)) == 72 and logits_width(with_head(60)) == 60
     assert logits_width(tiny()) == tiny().config.vocab_size
+
+
+@pytest.mark.parametrize("width", [72, 60])
+@pytest.mark.parametrize("method", ["medusa", "eagle3"])
+def test_new_drafters_start_from_the_rows_that_are_ids(method: str, width: int) -> None:
+    model = with_head(width)
+    ids, mask = prompts([9], vocab=min(width, IDS))
+    drafter, notes = new_drafter(method, model)
+    assert any("head" in note for note in notes)
+    assert drafter.config.vocab_size == IDS and drafter.config.draft_vocab_size == min(width, IDS)
+    watch = Watch(drafter.eval())
+    found = plain(model, ids, mask, max_new_tokens=8, custom_generate=SpeculativeDecoding(watch))
+    assert torch.equal(found, plain(model, ids, mask, max_new_tokens=8)) and watch.width > 0
