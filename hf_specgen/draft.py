@@ -89,7 +89,7 @@ class Draft:
 
     ``q`` is None when every token was picked deterministically given the text (argmax, lookup, a coin of the
     seed). Otherwise ``q[b, i]`` is the law that node ``i`` was drawn from; siblings share it, and
-    ``without_replacement`` says how siblings were drawn.
+    ``without_replacement`` says how siblings were drawn. ``broken ()`` bool: the drafter's own logits were no numbers.
 
     Shapes: ``tokens (B, N)`` int64, ``n_valid (B,)`` int64: the first ``n_valid[b]`` nodes of row ``b`` count.
     """
@@ -99,6 +99,7 @@ class Draft:
     n_valid: Tensor
     q: SparseQ | DenseQ | None = None
     without_replacement: bool = False
+    broken: Tensor | None = None
 
     @classmethod
     def empty(cls, rows: int, device: torch.device | str | None = None) -> Draft:
@@ -169,13 +170,20 @@ class Round:
 
     @cached_property
     def host(self) -> list[list[int]]:
-        """Return per row ``[invalid, proposed, reached, n, next, path..., path's tokens...]``: the one device read."""
+        """Return ``[invalid, proposed, reached, n, next, path..., its tokens..., broken]`` a row: one device read."""
         verdict, draft = self.verdict, self.draft
         columns = [verdict.invalid.long(), draft.n_valid, self._depths(), verdict.n, verdict.next]
         block = [torch.stack(columns, 1), verdict.path]
         if draft.width:
             block.append(draft.tokens.gather(1, verdict.path.clamp(0, draft.width - 1)))
+        if draft.broken is not None:
+            block.append(draft.broken.long().expand(len(verdict.path), 1))
         return torch.cat(block, 1).tolist()
+
+    @property
+    def broken(self) -> bool:
+        """Tell whether the drafter's own logits were no numbers, so that it drafts for nothing."""
+        return self.draft.broken is not None and bool(self.host[0][-1])
 
     def _depths(self) -> Tensor:
         draft = self.draft

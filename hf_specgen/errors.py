@@ -1,12 +1,14 @@
-"""Errors raised at the border, before any token is generated; and the one that only programs meet."""
+"""Errors raised at the border, before any token is generated; warnings for whoever called; a reader that has left."""
 
 from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_LIBRARIES = ("hf_specgen", "transformers", "torch")
 READER_GONE = 141
 """The exit code of a program whose output nobody reads any more: 128 and the number of SIGPIPE, as shells say it."""
 
@@ -42,3 +44,11 @@ def piped() -> Iterator[None]:
             except BrokenPipeError:  # what is left would be tried again at the end, and reported
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         raise SystemExit(READER_GONE) from None
+
+
+def warn(message: str) -> None:
+    """Warn at the line outside of libraries that called."""
+    level, frame = 1, sys._getframe(0)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)

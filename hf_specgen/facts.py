@@ -59,6 +59,13 @@ class TargetFacts:
         return asdict(self)
 
 
+def logits_width(model: PreTrainedModel) -> int:
+    """Return how many logits a model gives, V: its head's rows, which may be more or fewer than its config's ids."""
+    head = model.get_output_embeddings()
+    known = model.config.get_text_config(decoder=True).vocab_size
+    return head.out_features if isinstance(head, nn.Linear) else int(known)
+
+
 def step_size(model: PreTrainedModel) -> int:
     """Return what a pass over one token costs, in weights read: matrices, and what is paid beside them.
 

@@ -125,7 +125,8 @@ class CachedModel:
         """Score ``tokens (B, S)``: root and draft nodes after each row's committed slots. Commits nothing.
 
         Nodes beyond ``n_valid (B,)`` are computed at the root's position and mean nothing. ``keep`` names the columns
-        whose logits are wanted, in order; all by default. ``undo`` committed tokens may yet be rolled back.
+        whose logits are wanted, in order; all by default. ``undo`` committed tokens may yet be rolled back. Ids that do
+        not exist are embedded as others: ``verify`` never accepts them, but they must not crash the pass.
         """
         extra: dict[str, Any] = {}
         if keep is not None and self._trims_logits:
@@ -136,12 +137,13 @@ class CachedModel:
                 n_valid = torch.full((len(tokens),), tokens.shape[1], device=self.device)
             tokens, n_valid = self._wide(tokens, 0), self._wide(n_valid, 0)
             tree = tree if len(tree.parents) == 1 else Tree(self._wide(tree.parents, -1))
+        last = self.model.get_input_embeddings().weight.shape[0] - 1
         depth = tree.depth
         if n_valid is not None:
             depth = depth * (torch.arange(tokens.shape[1], device=self.device) <= n_valid[:, None])
         with self._attention.on():
             output, tapped = self._call(
-                tokens,
+                tokens.clamp(0, last),
                 attention_mask=self._masks(tree),
                 position_ids=self.cache.row_lengths[:, None] + depth,
                 output_hidden_states=hidden,

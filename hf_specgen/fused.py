@@ -13,6 +13,7 @@ from hf_specgen.coins import ACCEPT, SAMPLE, CoinSource
 from hf_specgen.draft import Draft, SparseQ, Verdict
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_BITONIC = 32  # torch sorts up to so many entries on a GPU by a network that mixes equal ones
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,20 @@ class Dense:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+
+
+def keeps_ties_by_id(device: torch.device, vocab: int) -> bool:
+    """Tell whether transformers' top-p keeps of equal logits those with the highest ids, as the kernels do.
+
+    It keeps what its sort puts last: torch's merge and radix sorts on GPUs leave equal logits in order, its sort on
+    CPUs mixes them.
+    """
+    return device.type == "cuda" and vocab > _BITONIC
+
+
+def never_empty(logits: Tensor) -> Tensor:
+    """Raise -inf to the lowest number: where processors ban every token, plain greedy decoding writes the first one."""
+    return logits.clamp(min=torch.finfo(logits.dtype).min)
 
 
 def verify_dense(dense: Dense, draft: Draft, coins: CoinSource | None, rule: str) -> Verdict:

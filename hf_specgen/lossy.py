@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -12,10 +10,8 @@ import torch
 from hf_specgen import ops
 from hf_specgen.coins import SAMPLE, CoinSource, toss
 from hf_specgen.draft import Draft, Verdict
-from hf_specgen.errors import SpecGenError
+from hf_specgen.errors import SpecGenError, warn
 from hf_specgen.fused import Dense
-
-_LIBRARIES = ("hf_specgen", "transformers", "torch")
 
 
 @dataclass(frozen=True)
@@ -101,11 +97,7 @@ def check_lossy(rule: str | Typical, draws: bool, takes_any_text: bool) -> None:
 
 def warn_lossy(rule: Typical) -> None:
     """Say that the text is not the target's own, at the line outside of libraries that asked for it."""
-    level, frame = 1, sys._getframe(0)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
-        frame, level = frame.f_back, level + 1
-    warnings.warn(
+    warn(
         f"rule={str(rule)!r} is lossy: the text does not follow the target's own law. Use rule='rejection' (the "
-        "default) for exact text.",
-        stacklevel=level,
+        "default) for exact text."
     )

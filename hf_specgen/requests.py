@@ -16,7 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specgen import ops
 from hf_specgen.costs import Costs
 from hf_specgen.errors import SpecGenError
-from hf_specgen.facts import step_size
+from hf_specgen.facts import logits_width, step_size
 from hf_specgen.forward import check_arguments
 from hf_specgen.layer_kinds import layer_kinds
 from hf_specgen.lossy import Typical, read_rule, warn_lossy
@@ -75,7 +75,7 @@ def prepare(
         )
     tokens = real_tokens(input_ids, inputs.get("attention_mask"), inputs.get("position_ids"))
     check_positions(model, [len(row) for row in tokens], stops.max_length - input_ids.shape[1])
-    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    vocab_size = logits_width(model)
     warp.check(input_ids, vocab_size)
     device = input_device(model)
     if not greedy:

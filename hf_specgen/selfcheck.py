@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -13,7 +14,7 @@ from hf_specgen.draft import Tree
 from hf_specgen.errors import UnsupportedTarget, reason_of
 from hf_specgen.forward import CachedModel
 from hf_specgen.makeup import Makeup, makeup_of
-from hf_specgen.models import input_device
+from hf_specgen.models import input_device, row_counter
 from hf_specgen.thresholds import Threshold, copy_of, lower, thresholds_of
 
 TESTED = frozenset(
@@ -37,18 +38,21 @@ _PASSED: WeakKeyDictionary[PreTrainedModel, _Passed] = WeakKeyDictionary()
 _PARENTS = (-1, -1, 0, 0, 1, 2)
 _PATHS = ((), (0,), (1,), (0, 2), (0, 3), (1, 4), (0, 2, 5))
 _LEAVES = ((0, 3), (1, 4), (0, 2, 5))
+_KEPT = ((1, 4), (0,))  # the path that is committed in even and odd rows
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3}
 _HALF_TOLERANCE = 0.2  # in bfloat16 sound models of 24 layers differ by 0.02 to 0.15, unsound ones by 0.4 and more
 _JUNK_TOLERANCE = 1e-4  # passes of one shape round alike: without experts nothing but a leak differs
 _LONGEST = 18  # tokens of the longest text that the check reads
 _WIDEST = 64  # what a pass may hold beside the text: some models count slots where they should count positions
 _READABLE = 4_096  # a threshold that cannot be lowered is passed at its own length up to here
+_IMPOSSIBLE = 1000.0  # so far below the best, or at -inf, stand ids that only pad a vocabulary: no part of the spread
 
 
-def check_target(model: PreTrainedModel, longest: int = 0) -> None:
+def check_target(model: PreTrainedModel, longest: int = 0, rows: int = 1) -> None:
     """Let tested architectures pass; try others once, and again when a part of them was replaced.
 
-    ``longest`` is the length that a text may reach: what changes in a model within it is tried too.
+    ``longest`` is the length that a text may reach: what changes in a model within it is tried too. ``rows`` are the
+    batch's: a model that holds data per row is tried in as many, since it cannot run fewer.
 
     Raises: ``UnsupportedTarget`` naming the model when accepted nodes get other logits than a plain forward gives.
     """
@@ -56,20 +60,22 @@ def check_target(model: PreTrainedModel, longest: int = 0) -> None:
     stock = type(model).__module__.startswith("transformers.")  # another's class of the same name is not what we tested
     if stock and makeup.is_own and type(model).__name__ in TESTED:
         return
+    counted = None if row_counter(model) is None else rows
     passed = _PASSED.get(model)
     if passed is None or passed.makeup != makeup:
-        _check_round(model, makeup)
+        _check_round(model, makeup, counted)
         passed = _PASSED[model] = _Passed(makeup)
     for threshold in thresholds_of(model.config, _LONGEST):
         if longest + _WIDEST > threshold.value and threshold not in passed.thresholds:
-            _check_beyond(model, makeup, threshold)
+            _check_beyond(model, makeup, threshold, counted)
             passed.thresholds.add(threshold)
 
 
-def _check_round(model: PreTrainedModel, makeup: Makeup) -> None:
+def _check_round(model: PreTrainedModel, makeup: Makeup, rows: int | None) -> None:
     name = type(model).__name__
     try:
-        worst, leak = round_error(model), leak_of(model)
+        worst = round_error(model, rows=rows)
+        leak = leak_of(model, rows)
     except UnsupportedTarget:
         raise
     except Exception as error:  # whatever unknown code raises, the user must hear which model and why
@@ -94,7 +100,7 @@ def _check_round(model: PreTrainedModel, makeup: Makeup) -> None:
         )
 
 
-def _check_beyond(model: PreTrainedModel, makeup: Makeup, threshold: Threshold) -> None:
+def _check_beyond(model: PreTrainedModel, makeup: Makeup, threshold: Threshold, rows: int | None) -> None:
     """Try a model on both sides of a threshold: lowered on a copy where it obeys, else at its own length.
 
     Raises: ``UnsupportedTarget`` naming the threshold.
@@ -103,11 +109,11 @@ def _check_beyond(model: PreTrainedModel, makeup: Makeup, threshold: Threshold) 
     exact = makeup.is_quantised or model.dtype in _TOLERANCE  # else half precision would hide what a scale changes
     try:
         copy = copy_of(model, in_float32=not exact)
-        if copy is not None and _obeys(copy, threshold):
+        if copy is not None and _obeys(copy, threshold, rows):
             limit = limit if exact else _TOLERANCE[torch.float32]
-            worst = round_error(copy, leaves=True)
+            worst = round_error(copy, leaves=True, rows=rows)
         elif place <= _READABLE:
-            worst = round_error(model, (place - 2, place + 9), leaves=True)
+            worst = round_error(model, (place - 2, place + 9), leaves=True, rows=rows)
         else:
             worst = float("inf")
     except Exception as error:  # whatever unknown code raises, the user must hear at which length
@@ -139,63 +145,68 @@ def _has_experts(model: PreTrainedModel) -> bool:
 
 
 @torch.no_grad()
-def round_error(model: PreTrainedModel, lengths: tuple[int, int] = (5, 11), leaves: bool = False) -> float:
+def round_error(
+    model: PreTrainedModel, lengths: tuple[int, int] = (5, 11), leaves: bool = False, rows: int | None = None
+) -> float:
     """Return the largest difference of any node's logits from a cacheless forward, relative to the logits' spread.
 
     Two rounds are scored, so that gathering a tree path and rolling back are covered as well. ``leaves`` asks about the
-    deepest nodes alone.
+    deepest nodes alone. ``rows`` is how many rows every forward must have; None: two, compared with forwards of one.
     """
-    device = input_device(model)
-    texts = [_tokens(model, 20, length) for length in lengths]
-    cached = CachedModel(model, 2)
-    first = cached.prefill(_padded(texts), list(lengths))
-    worst = max(_error(model, text, first.logits[row, 0]) for row, text in enumerate(texts))
+    device, count = input_device(model), rows or 2
+    texts = [_tokens(model, 20, lengths[row % 2]) for row in range(count)]
+    cached = CachedModel(model, count)
+    first = cached.prefill(_padded(texts), [len(text) for text in texts])
+    worst = _worst(model, texts, first.logits[:, 0], rows)
     tree = Tree(torch.tensor([_PARENTS], device=device))
     for start in (32, 46):
-        block = torch.stack([_tokens(model, start, 7), _tokens(model, start + 7, 7)])
+        block = torch.stack([_tokens(model, start + 7 * (row % 2), 7) for row in range(count)])
         scored = cached.extend(block, tree).logits
-        for row, text in enumerate(texts):
-            for node, path in enumerate(_PATHS):
-                if not leaves or path in _LEAVES:
-                    text_here = torch.cat([text, block[row, :1], block[row, 1:][list(path)]])
-                    worst = max(worst, _error(model, text_here, scored[row, node]))
-        kept = torch.tensor([[1, 4, 0], [0, 3, 0]], device=device)
-        cached.cache.commit([3, 2], kept)
-        texts = [torch.cat([texts[0], block[0, [0, 2, 5]]]), torch.cat([texts[1], block[1, :2]])]
+        for node, path in enumerate(_PATHS):
+            if not leaves or path in _LEAVES:
+                places = [0, *(step + 1 for step in path)]
+                longer = [torch.cat([text, block[row, places]]) for row, text in enumerate(texts)]
+                worst = max(worst, _worst(model, longer, scored[:, node], rows))
+        kept = [_KEPT[row % 2] for row in range(count)]
+        paths = torch.tensor([[*path, 0][:2] for path in kept], device=device)
+        cached.cache.commit([len(path) + 1 for path in kept], paths)
+        texts = [
+            torch.cat([text, block[row, [0, *(step + 1 for step in kept[row])]]]) for row, text in enumerate(texts)
+        ]
     return worst
 
 
 @torch.no_grad()
-def leak_of(model: PreTrainedModel) -> float:
-    """Return how much logits move when nothing but tokens of other branches and of the other row change.
+def leak_of(model: PreTrainedModel, rows: int | None = None) -> float:
+    """Return how much logits move when nothing but tokens of other branches and of other rows change.
 
     Two passes of one shape differ only in nodes that are no ancestors of those that are compared.
     """
-    device = input_device(model)
-    texts = [_tokens(model, 20, 5), _tokens(model, 20, 11)]
-    cached = CachedModel(model, 2)
-    cached.prefill(_padded(texts), [5, 11])
+    device, count = input_device(model), rows or 2
+    texts = [_tokens(model, 20, (5, 11)[row % 2]) for row in range(count)]
+    cached = CachedModel(model, count)
+    cached.prefill(_padded(texts), [len(text) for text in texts])
     tree = Tree(torch.tensor([_PARENTS], device=device))
-    block = torch.stack([_tokens(model, 32, 7), _tokens(model, 39, 7)])
-    before = cached.extend(block, tree).logits.float()
+    block = torch.stack([_tokens(model, 32 + 7 * (row % 2), 7) for row in range(count)])
+    before = cached.extend(block, tree).logits
     worst = 0.0
-    for row, path in enumerate(((0, 2, 5), (1, 4))):
-        same = torch.tensor([0, *(node + 1 for node in path)], device=device)
+    for row in range(min(count, 2)):
+        same = torch.tensor([0, *(node + 1 for node in _LEAVES[2 - row])], device=device)
         for start in (60, 77, 91):
-            junk = torch.stack([_tokens(model, start, 7), _tokens(model, start + 7, 7)])
+            junk = torch.stack([_tokens(model, start + 7 * (other % 2), 7) for other in range(count)])
             junk[row, same] = block[row, same]
-            moved = (cached.extend(junk, tree).logits[row, same].float() - before[row, same]).abs().max()
-            worst = max(worst, float(moved / before[row, same].std().clamp(min=1e-6)))
+            moved = cached.extend(junk, tree).logits
+            worst = max(worst, *(_difference(before[row, node], moved[row, node]) for node in same.tolist()))
     return worst
 
 
 @torch.no_grad()
-def _obeys(copy: PreTrainedModel, threshold: Threshold) -> bool:
+def _obeys(copy: PreTrainedModel, threshold: Threshold, rows: int | None) -> bool:
     """Lower a copy's threshold; tell whether that changed what it computes: else a check would prove nothing."""
-    text = _tokens(copy, 20, _LONGEST)
-    before = _plain(copy, text)
+    texts = [_tokens(copy, 20, _LONGEST)] * (rows or 1)
+    before = torch.stack(_plain(copy, texts, rows))
     lower(copy, threshold)
-    return _error(copy, text, before) > _JUNK_TOLERANCE
+    return _worst(copy, texts, before, rows) > _JUNK_TOLERANCE
 
 
 def _tokens(model: PreTrainedModel, start: int, count: int) -> Tensor:
@@ -209,13 +220,31 @@ def _padded(texts: list[Tensor]) -> Tensor:
     return torch.stack([torch.cat([texts[-1][: width - len(text)], text]) for text in texts])
 
 
-def _plain(model: PreTrainedModel, text: Tensor) -> Tensor:
-    """Return the logits of a plain forward, whose positions are counted as ``generate()`` counts them."""
-    positions = torch.arange(len(text), device=text.device)[None]
-    return model(input_ids=text[None], position_ids=positions, use_cache=False).logits[0, -1]
+def _plain(model: PreTrainedModel, texts: list[Tensor], rows: int | None) -> list[Tensor]:
+    """Return the last logits of plain forwards, whose positions are counted as ``generate()`` counts them.
+
+    One forward a text; where ``rows`` are required one for all, in which what stands behind a text cannot be seen.
+    """
+    if rows is None:
+        return [logits for text in texts for logits in _plain(model, [text], 1)]
+    width = max(map(len, texts))
+    ids = torch.stack([torch.cat([text, text[-1:].expand(width - len(text))]) for text in texts])
+    positions = torch.arange(width, device=ids.device).expand_as(ids)
+    logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    return [logits[row, len(text) - 1] for row, text in enumerate(texts)]
 
 
-def _error(model: PreTrainedModel, text: Tensor, logits: Tensor) -> float:
-    plain = _plain(model, text).float()
-    spread = plain.std().clamp(min=1e-6)
-    return float((plain - logits.float()).abs().max() / spread)
+def _worst(model: PreTrainedModel, texts: list[Tensor], logits: Tensor, rows: int | None) -> float:
+    """Return the largest difference of ``logits (B, V)`` from those of plain forwards over the rows' texts."""
+    return max(_difference(plain, ours) for plain, ours in zip(_plain(model, texts, rows), logits, strict=True))
+
+
+def _difference(plain: Tensor, ours: Tensor) -> float:
+    """Return the largest difference of two rows of logits, relative to the first one's spread over possible ids."""
+    plain, ours = plain.float(), ours.float()
+    possible = plain > plain.max() - _IMPOSSIBLE
+    if not torch.equal(possible, ours > ours.max() - _IMPOSSIBLE):
+        return math.inf
+    spread = plain[possible].std().clamp(min=1e-6)
+    worst = float((plain - ours)[possible].abs().max() / spread) if possible.any() else math.inf
+    return worst if math.isfinite(worst) else math.inf  # Python's max would pass over what is no number

@@ -59,7 +59,8 @@ class Sequences:
     """Hold the rows: the padded prompt ``prompt (B, L)``, the new tokens of each, and who is finished.
 
     ``tokens[r]`` are row ``r``'s real tokens, pads left out; ``lengths[r]`` their number. ``seeds`` and ``row_ids``
-    ``(B,)`` key the coins, so a row's text does not depend on its neighbours.
+    ``(B,)`` key the coins, so a row's text does not depend on its neighbours. ``vocab_size`` is the width of the
+    target's logits, not what its config says.
     """
 
     prompt: Tensor

@@ -5,30 +5,42 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hf_specgen.draft import Round
+from hf_specgen.errors import warn
 
 
 @dataclass
 class RowStats:
-    """Count what happened in one row. Names follow vLLM's per-request metrics."""
+    """Count what happened in one row. Names follow vLLM's per-request metrics.
+
+    What stands behind the end of a text was not written: it is neither accepted nor a place that a draft reached.
+    ``num_draft_tokens`` has it, for it was drafted and scored. ``num_round_tokens`` are the tokens that rounds wrote:
+    ``num_tokens`` without the one that follows the prompt.
+    """
 
     num_rounds: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_tokens: int = 0
+    num_round_tokens: int = 0
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
 
-    def add(self, proposed_depth: int, proposed: int, accepted: int) -> None:
-        """Count one round: nodes proposed, how deep they reached, and how many were accepted."""
+    def add(self, proposed_depth: int, proposed: int, accepted: int, written: int) -> None:
+        """Count one round: nodes proposed, how deep they reached, how many were accepted, and tokens written.
+
+        ``written`` is ``accepted + 1`` unless the text ended before.
+        """
+        reached = proposed_depth if written > accepted else written
         self.num_rounds += 1
         self.num_drafts += proposed > 0
         self.num_draft_tokens += proposed
-        self.num_accepted_tokens += accepted
-        grow = proposed_depth - len(self.drafted_at)
+        self.num_accepted_tokens += min(accepted, written)
+        self.num_round_tokens += written
+        grow = reached - len(self.drafted_at)
         self.drafted_at += [0] * grow
         self.accepted_at += [0] * grow
-        for depth in range(proposed_depth):
+        for depth in range(reached):
             self.drafted_at[depth] += 1
             self.accepted_at[depth] += depth < accepted
 
@@ -39,6 +51,7 @@ class RowStats:
         self.num_draft_tokens += other.num_draft_tokens
         self.num_accepted_tokens += other.num_accepted_tokens
         self.num_tokens += other.num_tokens
+        self.num_round_tokens += other.num_round_tokens
         grow = len(other.drafted_at) - len(self.drafted_at)
         self.drafted_at += [0] * grow
         self.accepted_at += [0] * grow
@@ -48,13 +61,14 @@ class RowStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Return 1 + accepted / drafts: the bonus token counts, rounds without a draft do not."""
-        return 1.0 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+        """Return tokens written per draft: the bonus token counts, rounds without a draft do not."""
+        without_draft = self.num_rounds - self.num_drafts  # each of these wrote one token
+        return (self.num_round_tokens - without_draft) / self.num_drafts if self.num_drafts else 1.0
 
     @property
     def tokens_per_round(self) -> float:
-        """Return tau: 1 + accepted / rounds; rounds without a draft count as one token."""
-        return 1.0 + self.num_accepted_tokens / self.num_rounds if self.num_rounds else 1.0
+        """Return tau: tokens written per round, the one that follows the prompt left out."""
+        return self.num_round_tokens / self.num_rounds if self.num_rounds else 1.0
 
     @property
     def draft_acceptance_rate(self) -> float:
@@ -72,7 +86,8 @@ class AcceptanceStats:
     """Accumulate one ``generate()`` call: per row, in total, and where the seconds went.
 
     Units: seconds of wall time. ``verify_seconds`` holds the target's forward (``forward_seconds``) and the verdict;
-    ``other_seconds`` everything else after the prompt; ``prefill_seconds`` the prompt.
+    ``other_seconds`` everything else after the prompt; ``prefill_seconds`` the prompt. ``num_broken_rounds`` are
+    those whose drafter computed logits that are NaN or infinite.
     """
 
     drafter: str = ""
@@ -80,18 +95,29 @@ class AcceptanceStats:
     lossless: bool = True
     rows: list[RowStats] = field(default_factory=list)
     num_forwards: int = 0
+    num_broken_rounds: int = 0
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     forward_seconds: float = 0.0
     other_seconds: float = 0.0
 
-    def add(self, round: Round, active: list[bool]) -> None:
-        """Count one verified round for the rows that were still unfinished when it began."""
+    def add(self, round: Round, written: list[int]) -> None:
+        """Count one verified round, of which each row wrote so many tokens: none where it was finished before.
+
+        Warns: once, where the drafter's own logits were no numbers.
+        """
         self.num_forwards += 1
+        if round.broken and not self.num_broken_rounds:
+            warn(
+                f"{self.drafter} computes logits that are NaN or infinite, so that its drafts are worth nothing: the "
+                "text is the target's own, only slower. Check its weights and dtype (float16 overflows where bfloat16 "
+                "and float32 do not)."
+            )
+        self.num_broken_rounds += round.broken
         for row, path in enumerate(round.paths):
-            if active[row]:
-                self.rows[row].add(round.reached[row], round.proposed[row], len(path))
+            if written[row]:
+                self.rows[row].add(round.reached[row], round.proposed[row], len(path), written[row])
 
     @property
     def total(self) -> RowStats:
@@ -113,12 +139,12 @@ class AcceptanceStats:
 
     @property
     def num_accepted_tokens(self) -> int:
-        """Return how many proposed tokens were accepted."""
+        """Return how many proposed tokens were accepted and written."""
         return self.total.num_accepted_tokens
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Return 1 + accepted / drafts over all rows (the bonus token counts)."""
+        """Return tokens written per draft over all rows (the bonus token counts)."""
         return self.total.mean_acceptance_length
 
     @property
@@ -145,7 +171,9 @@ class AcceptanceStats:
             "lossless": self.lossless,
             "num_rows": len(self.rows),
             "num_forwards": self.num_forwards,
+            "num_broken_rounds": self.num_broken_rounds,
             "num_tokens": total.num_tokens,
+            "num_round_tokens": total.num_round_tokens,
             "num_rounds": total.num_rounds,
             "num_drafts": total.num_drafts,
             "num_draft_tokens": total.num_draft_tokens,

@@ -17,7 +17,7 @@ from hf_specgen.draft import DenseQ, Draft, Round, SparseQ, Verdict
 from hf_specgen.drafters.base import Drafter
 from hf_specgen.entry import EnabledGenerate, disable, enable
 from hf_specgen.errors import SpecGenError
-from hf_specgen.facts import step_size
+from hf_specgen.facts import logits_width, step_size
 from hf_specgen.models import bare, input_device, writer
 from hf_specgen.packing import is_prepacked
 from hf_specgen.requests import read_request, real_tokens, seed_rows
@@ -56,7 +56,7 @@ class StockCandidates(CandidateGenerator):
         self.drafter = drafter
         self.stats = AcceptanceStats(drafter.title, "stock", rows=[RowStats()])
         self.taps, self.shown = Taps(model), dict[int, Tensor]()
-        vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
+        vocab_size = logits_width(model)
         warp = Warp(processors, 1)
         warp.check(input_ids, vocab_size)
         device = input_device(model)
@@ -108,9 +108,10 @@ class StockCandidates(CandidateGenerator):
         path = torch.tensor([self._path], dtype=torch.long, device=device).view(1, -1)
         n, invalid = torch.tensor([count], device=device), torch.zeros(1, dtype=torch.bool, device=device)
         round = Round(draft, Verdict(path, n, input_ids[:, -1].to(device), invalid), hidden)
-        if sequences.new[0]:
-            self.stats.add(round, sequences.active)
-        sequences.append(round)
+        is_prompt = not sequences.new[0]
+        written = sequences.append(round)
+        if not is_prompt:
+            self.stats.add(round, written)
         self.stats.rows[0].num_tokens = sequences.new[0]
         self.drafter.observe(round)
 

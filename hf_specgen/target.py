@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from hf_specgen.coins import Coins
 from hf_specgen.draft import Draft, Round, Verdict, spread
 from hf_specgen.forward import CachedModel
-from hf_specgen.fused import FLOATS, Dense
+from hf_specgen.fused import FLOATS, Dense, keeps_ties_by_id, never_empty
 from hf_specgen.sequences import Sequences
 from hf_specgen.verify import verify
 from hf_specgen.warp import Truncation
@@ -82,9 +82,12 @@ class Scores:
         rows, scored, vocab = self.logits.shape
         logits, truncation = self.logits, self.sequences.warp.truncation
         folds = folds and not self.greedy  # of equal best tokens a warper may leave another than the first
+        if truncation is not None and truncation.top_p < 1:
+            folds = folds and keeps_ties_by_id(self.device, vocab)
         if truncation is None or not (folds or truncation == Truncation()):
             place = torch.arange(rows * scored, device=self.device)
-            logits, truncation = self.at(place // scored, place % scored).view(rows, scored, vocab), Truncation()
+            warped, truncation = self.at(place // scored, place % scored), Truncation()
+            logits = (never_empty(warped) if self.greedy else warped).view(rows, scored, vocab)
         elif logits.dtype not in FLOATS:
             logits = logits.float()
         return Dense(logits, *(truncation._replace(temperature=0.0) if self.greedy else truncation))
@@ -143,6 +146,7 @@ class Target:
         """Read the prompts; the round that comes back has an empty draft and every row's first token."""
         sequences = self.sequences
         output = self.cached.prefill(sequences.left_padded(), sequences.lengths, self.wants_hidden, self.prefill_chunk)
+        sequences.vocab_size = output.logits.shape[-1]  # the truth, whatever config and head say
         draft = Draft.empty(len(sequences), self.cached.device)
         scores = Scores(output.logits, draft, sequences, output.hidden)
         verdict = verify(scores, draft, sequences.coins(), sequences.rule)
@@ -155,9 +159,7 @@ class Target:
         if len(self.live) < len(self.sequences):
             live = torch.tensor(self.live, device=self.cached.device)
             draft, coins = draft.take(live), coins.take(live)
-        # ids that do not exist cannot be accepted (``verify`` sees to it), but they must not crash the embedding
-        drafted = draft.tokens.clamp(0, self.sequences.vocab_size - 1)
-        tokens = torch.cat([self.sequences.roots(self.live), drafted], 1)
+        tokens = torch.cat([self.sequences.roots(self.live), draft.tokens], 1)
         output = self.cached.extend(tokens, draft.tree, draft.n_valid, self.wants_hidden)
         return Scores(output.logits, draft, self.sequences, output.hidden, live, coins, output.taps)
 

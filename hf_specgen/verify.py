@@ -19,7 +19,7 @@ from hf_specgen import ops
 from hf_specgen.coins import ACCEPT, SAMPLE, CoinSource, toss
 from hf_specgen.draft import Draft, SparseQ, Verdict
 from hf_specgen.errors import SpecGenError
-from hf_specgen.fused import Dense, verify_dense
+from hf_specgen.fused import Dense, never_empty, verify_dense
 from hf_specgen.lossy import Typical, verify_typical
 
 RULES = frozenset({"rejection", "block", "gumbel"})
@@ -156,7 +156,7 @@ def _matching(scores: Scores, draft: Draft, pick: _Pick) -> _Decide:
 def _greedy_pick(scores: Scores) -> _Pick:
     logits = scores.untouched
     if logits is None:
-        return lambda rows, nodes, depth: ops.argmax(scores.at(rows, nodes))
+        return lambda rows, nodes, depth: ops.argmax(never_empty(scores.at(rows, nodes)))
     # the best of every place in one go is cheaper than a few calls and casts at every level
     token, invalid = (part.view(logits.shape[:2]) for part in ops.argmax(logits.flatten(0, 1)))
     return lambda rows, nodes, depth: (token[rows, nodes], invalid[rows, nodes])

@@ -31,11 +31,11 @@ _SUMS, _SUMS_PER_LOGIT, _EXPONENT = 5e-7, 2e-11, 4e-6
 def truncate(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
     """Divide by the temperature, then keep the top-k, of these the top-p, of these the min-p; -inf elsewhere.
 
-    What is kept is bit by bit what transformers' warpers keep, called in this order, with two reservations about
-    ties and roundings of top-p. Of equal logits at its edge those with the highest ids stay, as a stable sort has it;
-    transformers' sort is not stable on every CPU. And its float32 sums round: where an exact sum comes within a few
-    millionths of the edge, relative to the mass removed, the same formula decides on the same float32 numbers. Tied
-    logits at the edge of top-k all stay. Rows without a finite maximum go through the formula, too.
+    What is kept is bit by bit what transformers' warpers keep, called in this order. Two things about top-p only their
+    own formula knows, so it decides there: which of equal logits at the edge stay (as torch's sort, which is not
+    stable, happens to order them), and on which side its rounded sums fall where an exact one comes within a few
+    millionths of the edge, relative to the mass removed. Tied logits at the edge of top-k all stay. Rows without a
+    finite maximum go through the formula, too.
 
     Shapes: ``logits (R, V)`` of any float dtype; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off.
     Returns: new logits ``(R, V)``, float32, or float64 for float64.
@@ -68,11 +68,11 @@ def truncate(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p
 
 
 def _formula(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """Truncate as transformers writes it down, with a stable sort."""
+    """Truncate as transformers writes it down, with the same sort: its order of equal logits decides who stays."""
     if top_k:
         scores = scores.masked_fill(scores < scores.topk(top_k, -1).values[:, -1:], -math.inf)
     if top_p < 1:
-        ascending, order = scores.sort(dim=-1, stable=True)
+        ascending, order = scores.sort(dim=-1)
         removed = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
         removed[:, -1] = False
         scores = scores.masked_fill(removed.scatter(-1, order, removed), -math.inf)
@@ -103,9 +103,9 @@ def _cut_list(row: Row, strips: Row, bound: float, top_k: int, top_p: float) -> 
     ids = ids[row[ids] >= kth]
     if top_p < 1:
         values = row[ids]
-        order = values.argsort(kind="stable")
+        order = values.argsort()
         weights = torch.from_numpy(values[order]).double().sub_(float(values.max())).exp_().numpy()
-        removed = _count_removed(weights, 0.0, (1 - top_p) * float(weights.sum()), len(row))
+        removed = _count_removed(values[order], weights, 0.0, (1 - top_p) * float(weights.sum()), len(row))
         if removed is None:
             return False
         ids = ids[order[removed:]]
@@ -151,22 +151,26 @@ def _cut_mass(row: Row, law: Row, top_p: float) -> bool:
             return False
         below = float(reached[chosen - 1]) if chosen else below
         ids, values, weights = (part[bins == chosen] for part in (ids, values, weights))
-    order = values.argsort(kind="stable")
-    removed = _count_removed(weights[order], below, edge, len(row))
+    order = values.argsort()
+    removed = _count_removed(values[order], weights[order], below, edge, len(row))
     if removed is None:
         return False
-    kept = order[removed:]
-    edge_ids = ids[kept[values[kept] == values[kept[0]]]]  # of ties at the edge, those that stay
-    torch.threshold_(torch.from_numpy(row), float(values[kept[0]]), -math.inf)
-    row[edge_ids] = values[kept[0]]
+    least = values[order[removed]]
+    torch.threshold_(torch.from_numpy(row), float(least), -math.inf)
+    row[ids[values == least]] = least  # the threshold takes the edge itself, too
     return True
 
 
-def _count_removed(weights: NDArray[np.floating], below: float, edge: float, vocab: int) -> int | None:
-    """Count the first ``weights`` that with all before them stay within ``edge``; None where rounding may decide."""
+def _count_removed(values: Row, weights: NDArray[np.floating], below: float, edge: float, vocab: int) -> int | None:
+    """Count the first ``weights`` that with all before them stay within ``edge``.
+
+    ``values`` are their logits, ascending. Returns: None where rounding or the order of equal logits may decide.
+    """
     reached = below + weights.cumsum(dtype="float64")
     removed, near = int(reached.searchsorted(edge, "right")), edge * (_SUMS + _SUMS_PER_LOGIT * vocab)
     if below > edge or removed == len(weights):
+        return None
+    if removed and values[removed - 1] == values[removed]:
         return None
     last = float(reached[removed - 1]) if removed else below
     return None if edge - last <= near or reached[removed] - edge <= near else removed

@@ -136,7 +136,7 @@ def scripted(name: str, seconds: dict[str, list[float]], change: dict[str, int],
         rows = [[7] * decoding.max_new_tokens for _ in inputs["input_ids"]]
         if category in change:
             rows[0][change[category]] = 8
-        stats = AcceptanceStats("stub", rows=[RowStats(4, 2, 6, 3, 8, [2, 2, 2], [2, 1, 0])], num_forwards=4)
+        stats = AcceptanceStats("stub", rows=[RowStats(4, 2, 6, 3, 8, 7, [2, 2, 2], [2, 1, 0])], num_forwards=4)
         stats.draft_seconds, stats.verify_seconds, stats.forward_seconds, stats.other_seconds = 0.5, 3.0, 2.8, 0.5
         return Output(rows, stats if name == "ours" else None)
 

@@ -22,12 +22,13 @@ TOKENS = 6
 LAWS = {
     "greedy": {},
     "temperature": {"do_sample": True, "seed": 3, "temperature": 0.7, "top_k": 0},
-    "truncated": {"do_sample": True, "seed": 4, "temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    "truncated": {"do_sample": True, "seed": 4, "temperature": 1.3, "top_k": 20, "min_p": 0.02},
+    "nucleus": {"do_sample": True, "seed": 4, "temperature": 1.3, "top_k": 0, "top_p": 0.9},
     "history": {"do_sample": True, "seed": 5, "repetition_penalty": 1.3, "top_k": 30},
 }
 
 
-SAMPLED = ["temperature", "truncated", "history"]
+SAMPLED = ["temperature", "truncated", "nucleus", "history"]
 
 
 def some(first, second, fast: set[tuple[str, str]]) -> list:

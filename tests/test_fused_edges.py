@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from row_cases import kept_by
 from tiny import RandomTree, Watch, plain, prompts, texts_of, tiny
-from transformers import TopKLogitsWarper, TopPLogitsWarper
+from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from hf_specgen import Draft, Drafter, SmallModel, SpeculativeDecoding, ops
 from hf_specgen.cache import SlotCache
 from hf_specgen.coins import CoinSource
 from hf_specgen.forward import CachedModel
-from hf_specgen.fused import verify_dense
+from hf_specgen.fused import Dense, keeps_ties_by_id, verify_dense
+from hf_specgen.kernels import reference_rows
 from hf_specgen.sequences import Sequences, Stops
 from hf_specgen.target import Scores, Target
 from hf_specgen.verify import verify
@@ -60,6 +62,15 @@ def judged(scores: Scores, coins=None, rule: str = "rejection"):
     dense = scores.dense(rule != "gumbel")
     assert dense is not None
     return verify_dense(dense, scores.draft, coins or scores.coins(), rule)
+
+
+def law_of(dense: Dense) -> torch.Tensor:
+    """Return the logits of one place a row with -inf where the definition of the kernels gives no chance."""
+    flat, full = dense.logits[:, 0], torch.ones(len(dense.logits))
+    stats = reference_rows.row_stats(flat, full, True)
+    settings = (full * dense.top_k, full * dense.top_p, full * dense.min_p)
+    _, law, _ = reference_rows.row_draw(flat, full, *settings, full.double() / 2, *stats)
+    return flat.float().masked_fill(~kept_by(law, flat), -torch.inf)
 
 
 def run(target, tokens: list[int], **settings):
@@ -116,9 +127,27 @@ def test_equal_tokens_that_reach_the_edge_of_top_p_exactly(top_p: float) -> None
     """0.8 in float32 is more than 0.8: eight of ten equal tokens would fall short of it."""
     rows = 200
     scores = setting(torch.zeros(rows, 1, 10), [TopPLogitsWarper(top_p)])
-    kept = set(judged(scores).next.tolist())
-    assert kept == set(verify(scores, scores.draft, scores.coins()).next.tolist())
-    assert len(kept) == round(10 * top_p)
+    folded = verify_dense(Dense(scores.logits, top_p=top_p), scores.draft, scores.coins(), "rejection")
+    wanted = round(10 * top_p)
+    assert set(folded.next.tolist()) == set(range(10 - wanted, 10))
+    assert len(set(verify(scores, scores.draft, scores.coins()).next.tolist())) == wanted
+
+
+def test_a_nucleus_is_cut_by_the_kernels_only_where_torch_keeps_equal_logits_in_order() -> None:
+    """On a CPU it does not: of sixteen-bit logits the kernel's rule would keep others than transformers keeps."""
+    assert keeps_ties_by_id(torch.device("cuda"), 33)
+    assert not keeps_ties_by_id(torch.device("cuda"), 32)
+    assert not keeps_ties_by_id(torch.device("cpu"), 32_000)
+    logits = (torch.randn(2, 1, 32_000, generator=torch.Generator().manual_seed(2)) * 2.5).bfloat16()
+    nucleus = TopPLogitsWarper(0.9)
+    wanted = nucleus(torch.ones(2, 1, dtype=torch.long), logits[:, 0].float())
+    dense = setting(logits, [TopKLogitsWarper(10**10), nucleus]).dense(True)
+    assert torch.equal(dense.logits[:, 0], wanted) and dense.top_p == 1
+    folded = setting(logits, [TopKLogitsWarper(40), MinPLogitsWarper(0.1)]).dense(True)
+    assert folded.logits is logits and (folded.top_k, folded.min_p) == (40, 0.1)
+    law = Dense(logits, top_p=0.9)
+    stays = law_of(law) > -torch.inf
+    assert (stays.sum(-1) == (wanted > -torch.inf).sum(-1)).all() and (stays != (wanted > -torch.inf)).any()
 
 
 def test_top_k_beyond_any_vocabulary_is_off() -> None:

@@ -13,6 +13,7 @@ import torch
 from row_cases import kept_by
 from tiny import RandomTree, disturbed, plain, prompts, texts_of, tiny
 from torch import Tensor
+from transformers import TopPLogitsWarper
 
 from hf_specgen import PromptLookup, SmallModel, SpeculativeDecoding, ops
 from hf_specgen.bench.kernel_bytes import Shape
@@ -110,6 +111,24 @@ def test_row_draw(given: Inputs, top_k: int | None) -> None:
     found = decided(run, 3e-6)
     assert len(set(found[0].tolist())) > 1
     assert (found[3].sum(1)[given.temperature > 0] < given.shape.vocab).all() == (top_k is not None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab", [33, 128, 129, 4096, 4097, 128_256])
+def test_a_nucleus_keeps_of_equal_logits_those_that_the_cards_sort_puts_last(vocab: int) -> None:
+    """The kernel's rule is that of transformers' warper on a card, wherever float32 sums leave the edge alone."""
+    logits = (torch.randn(16, vocab, device=DEVICE) * 2.5).bfloat16()
+    wanted = TopPLogitsWarper(0.9)(torch.zeros(16, 1, dtype=torch.long, device=DEVICE), logits.float()) > -torch.inf
+    full = torch.ones(16, device=DEVICE)
+    near = []
+    for top_p in (0.9 - 2e-6, 0.9, 0.9 + 2e-6):
+        settings = (full.int() * 0, full * top_p, full * 0, full.double() / 2)
+        with ops.use_kernels("triton"):
+            law = ops.row_draw(logits, full, *settings, *ops.row_stats(logits, full, True))[1]
+        near.append(kept_by(law.cpu(), logits.cpu()))
+    clear = (near[0] == near[2]).all(1)
+    assert clear.any() or vocab > 4096
+    assert torch.equal(near[1][clear], wanted.cpu()[clear])
 
 
 def test_gumbel_pick_and_uniform(given: Inputs) -> None:

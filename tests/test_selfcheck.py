@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Callable
 
 import pytest
@@ -107,6 +108,42 @@ class Raises(Unsound):
         return mask, positions
 
 
+class Padded(Unsound):
+    """Forbid the last ids, which only pad the vocabulary; ``low`` says how, ``cached_low`` in passes of a draft."""
+
+    low = cached_low = -math.inf
+
+    def forward(self, *args, position_ids=None, past_key_values=None, cache=None, **kwargs):
+        output = super().forward(
+            *args, position_ids=position_ids, past_key_values=past_key_values, cache=cache, **kwargs
+        )
+        output.logits[..., -8:] = self.low if position_ids is None else self.cached_low
+        return output
+
+
+class PaddedWithMinima(Padded):
+    low = cached_low = torch.finfo(torch.float32).min
+
+
+class PaddedElsewhere(Padded):
+    cached_low = 0.0
+
+
+class PaddedAndUnsound(PaddedWithMinima, ForgetsTheTreeMask):
+    """Such numbers must not widen the spread until every error is small."""
+
+
+class GivesNaNLate(Unsound):
+    """Give numbers for a prompt and none for a draft."""
+
+    def forward(self, *args, attention_mask=None, position_ids=None, past_key_values=None, cache=None, **kwargs):
+        given = {"position_ids": position_ids, "past_key_values": past_key_values, "cache": cache}
+        output = super().forward(*args, attention_mask=attention_mask, **given, **kwargs)
+        if attention_mask is not None and attention_mask.dim() == 4:
+            output.logits = output.logits * float("nan")
+        return output
+
+
 class GivesNaN(Unsound):
     def forward(self, *args, position_ids=None, past_key_values=None, cache=None, **kwargs):
         output = super().forward(
@@ -129,9 +166,9 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     seen: list[str] = []
 
-    def noted(model: PreTrainedModel) -> float:
+    def noted(model: PreTrainedModel, rows: int | None) -> float:
         seen.append(type(model).__name__)
-        return round_error(model)
+        return round_error(model, rows=rows)
 
     monkeypatch.setattr(hf_specgen.selfcheck, "round_error", noted)
     return seen
@@ -192,7 +229,16 @@ def test_sound_strangers_pass_in_bfloat16(kind: str, layers: int, checks: list[s
     assert checks == [name]
 
 
-UNSOUND = [ForgetsPositions, ForgetsTheTreeMask, ForgetsTheMask, CountsColumns, GivesNaN]
+UNSOUND = [
+    ForgetsPositions,
+    ForgetsTheTreeMask,
+    ForgetsTheMask,
+    CountsColumns,
+    GivesNaN,
+    GivesNaNLate,
+    PaddedElsewhere,
+    PaddedAndUnsound,
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -217,6 +263,15 @@ def test_the_control_passes_and_writes_plain_text(checks: list[str]) -> None:
     watch = Watch(SmallModel(disturbed(model), 4))
     assert torch.equal(ours(model, watch, ids, mask), plain(model, ids, mask))
     assert checks == ["Harmless"] and watch.longest >= 2
+
+
+@pytest.mark.parametrize("kind", [Padded, PaddedWithMinima])
+def test_ids_that_only_pad_the_vocabulary_may_be_forbidden(kind: type[Unsound], checks: list[str]) -> None:
+    model = llama_like(kind)
+    ids, mask = prompts([5, 17])
+    watch = Watch(SmallModel(disturbed(model), 4))
+    assert torch.equal(ours(model, watch, ids, mask, max_new_tokens=8), plain(model, ids, mask, max_new_tokens=8))
+    assert checks == [kind.__name__] and watch.longest >= 2
 
 
 def test_a_borrowed_name_is_no_pass(checks: list[str]) -> None:

@@ -30,7 +30,7 @@ def test_the_worked_example_of_the_theory() -> None:
     """Accepted 3, 2, 1, 0 of 3 drafted: mean accepted 1.5, length with the bonus token 2.5."""
     stats = AcceptanceStats(rows=[RowStats()])
     for accepted in (3, 2, 1, 0):
-        stats.add(round_of([[1, 2, 3]], [accepted]), [True])
+        stats.add(round_of([[1, 2, 3]], [accepted]), [accepted + 1])
     assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens, stats.num_forwards) == (4, 12, 6, 4)
     assert stats.num_accepted_tokens / stats.num_drafts == 1.5
     assert stats.mean_acceptance_length == stats.tokens_per_round == 2.5
@@ -43,8 +43,8 @@ def test_the_worked_example_of_the_theory() -> None:
 
 def test_rounds_without_a_draft_count_for_tau_only() -> None:
     stats = AcceptanceStats(rows=[RowStats()])
-    stats.add(round_of([[1, 2]], [2]), [True])
-    stats.add(round_of([[]], [0]), [True])
+    stats.add(round_of([[1, 2]], [2]), [3])
+    stats.add(round_of([[]], [0]), [1])
     assert (stats.total.num_rounds, stats.num_drafts) == (2, 1)
     assert stats.mean_acceptance_length == 3.0
     assert stats.tokens_per_round == 2.0
@@ -52,10 +52,23 @@ def test_rounds_without_a_draft_count_for_tau_only() -> None:
     assert (empty.mean_acceptance_length, empty.tokens_per_round, empty.acceptance_rates) == (1.0, 1.0, [])
 
 
+def test_what_stands_behind_the_end_of_a_text_counts_as_drafted_only() -> None:
+    """Row 0 ends at its second accepted token, row 1 at the last one, row 2 at the bonus token, row 3 writes on."""
+    stats = AcceptanceStats(rows=[RowStats() for _ in range(4)])
+    stats.add(round_of([[1, 2, 3, 4]] * 4, [4, 4, 4, 2]), [2, 4, 5, 3])
+    assert [row.num_accepted_tokens for row in stats.rows] == [2, 4, 4, 2]
+    assert [row.num_round_tokens for row in stats.rows] == [2, 4, 5, 3]
+    assert [row.accepted_at for row in stats.rows] == [[1, 1], [1] * 4, [1] * 4, [1, 1, 0, 0]]
+    assert [row.drafted_at for row in stats.rows] == [[1, 1], [1] * 4, [1] * 4, [1] * 4]
+    assert stats.num_draft_tokens == 16
+    assert stats.tokens_per_round == stats.mean_acceptance_length == 14 / 4
+    assert stats.acceptance_rates == [1.0, 1.0, 2 / 3, 2 / 3]
+
+
 def test_ragged_drafts_and_finished_rows_are_counted_row_by_row_and_merged() -> None:
     stats = AcceptanceStats(rows=[RowStats(), RowStats(), RowStats()])
-    stats.add(round_of([[1, 2, 3], [1], []], [2, 1, 0]), [True, True, True])
-    stats.add(round_of([[1], [1, 2], [5, 5]], [0, 2, 2]), [True, True, False])
+    stats.add(round_of([[1, 2, 3], [1], []], [2, 1, 0]), [3, 2, 1])
+    stats.add(round_of([[1], [1, 2], [5, 5]], [0, 2, 2]), [1, 3, 0])
     first, second, third = stats.rows
     assert (first.drafted_at, first.accepted_at) == ([2, 1, 1], [1, 1, 0])
     assert (second.drafted_at, second.accepted_at) == ([2, 1], [2, 1])
@@ -72,12 +85,12 @@ def test_positions_of_a_tree_are_depths_of_the_rows_own_nodes() -> None:
     parents = torch.tensor([[-1, -1, -1, 2, 3], [-1, 0, 1, 2, 3]])
     draft = Draft(torch.ones(2, 5, dtype=torch.long), Tree(parents), torch.tensor([3, 2]))
     stats = AcceptanceStats(rows=[RowStats(), RowStats()])
-    stats.add(Round(draft, verdict_of([1, 2], 2)), [True, True])
+    stats.add(Round(draft, verdict_of([1, 2], 2)), [2, 3])
     assert (stats.rows[0].drafted_at, stats.rows[0].accepted_at) == ([1], [1])
     assert (stats.rows[1].drafted_at, stats.rows[1].accepted_at) == ([1, 1], [1, 1])
     assert stats.num_draft_tokens == 5
     nothing = Draft(torch.ones(1, 2, dtype=torch.long), Tree(torch.tensor([[-1, 0]])), torch.tensor([0]))
-    stats.add(Round(nothing, verdict_of([0], 1)), [True, False])
+    stats.add(Round(nothing, verdict_of([0], 1)), [1, 0])
     assert stats.rows[0].num_drafts == 1 and stats.rows[0].num_rounds == 2
 
 
@@ -119,6 +132,7 @@ def test_real_runs_add_up(kind: str) -> None:
                 rounds += 1
         assert (row.num_rounds, row.num_draft_tokens, row.num_accepted_tokens) == (rounds, proposed, accepted)
         assert 1 + accepted + rounds == written == row.num_tokens == 32
+        assert row.num_round_tokens == 31
     assert stats.total.num_tokens == out.numel() - ids.numel()
 
     parts = [stats.prefill_seconds, stats.draft_seconds, stats.verify_seconds, stats.other_seconds]
@@ -146,9 +160,11 @@ def test_tokens_behind_a_stop_are_not_returned_and_finished_rows_count_no_more()
                 break
             emitted += len(round.emitted[number])
             rounds += 1
-        assert row.num_tokens == length
+        assert row.num_tokens == length == row.num_round_tokens + 1
         assert row.num_rounds == rounds
-        assert row.num_accepted_tokens + row.num_rounds + 1 == emitted >= length
+        assert row.tokens_per_round * rounds == pytest.approx(length - 1)
+        own = row.num_round_tokens - row.num_accepted_tokens
+        assert own == rounds - (length < emitted)
         cut += emitted - length
     lengths = [row.num_tokens for row in stats.rows]
     assert min(lengths) < max(lengths), "some row must finish early"

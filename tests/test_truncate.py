@@ -36,23 +36,19 @@ def warpers(setting: Truncation, tokens: int = 1) -> LogitsProcessorList:
     return LogitsProcessorList(made)
 
 
-def plain(logits: Tensor, setting: Truncation, last_id_first: bool = False) -> Tensor:
-    """Call transformers' warpers with a sort that is stable everywhere; or with ties the other way round."""
-
-    def stable(scores: Tensor, descending: bool) -> tuple[Tensor, Tensor]:
-        if not last_id_first:
-            return tuple(scores.sort(dim=-1, stable=True))
-        values, order = scores.flip(-1).sort(dim=-1, stable=True)
-        return values, scores.shape[-1] - 1 - order
-
-    with patch("torch.sort", stable):
-        return warpers(setting)(torch.zeros(len(logits), 1, dtype=torch.long), logits.float())
+def plain(logits: Tensor, setting: Truncation, stable: bool = False) -> Tensor:
+    """Call transformers' warpers; with ``stable`` equal logits are sorted by their ids, which torch's sort is not."""
+    ids = torch.zeros(len(logits), 1, dtype=torch.long)
+    if not stable:
+        return warpers(setting)(ids, logits.float())
+    with patch("torch.sort", lambda scores, descending: tuple(scores.sort(dim=-1, stable=True))):
+        return warpers(setting)(ids, logits.float())
 
 
 def rows(seed: int, vocab: int) -> Tensor:
-    """Ten kinds of rows: smooth, flat, peaked, tied, full of holes, with one survivor, all equal, broken."""
+    """Smooth, flat, peaked, tied, full of holes, with one survivor, all equal, broken, crowded, with exact sums."""
     source = torch.Generator().manual_seed(seed)
-    smooth = torch.randn(10, vocab, generator=source) * torch.tensor([3.0, 0.01, 12.0, *[2.0] * 7]).unsqueeze(1)
+    smooth = torch.randn(12, vocab, generator=source) * torch.tensor([3.0, 0.01, 12.0, *[2.0] * 9]).unsqueeze(1)
     smooth[3] = (smooth[3] * 2).round() / 2
     smooth[4] = smooth[4].round()
     smooth[5, torch.rand(vocab, generator=source) < 0.7] = -INF
@@ -61,6 +57,8 @@ def rows(seed: int, vocab: int) -> Tensor:
     smooth[7] = float(seed % 5) - 2
     smooth[8, seed % vocab] = (math.nan, INF, -INF)[seed % 3]
     smooth[9] = (smooth[9].bfloat16() - 40).float()
+    smooth[10, vocab // 3 :] *= 1e-3
+    smooth[11] = torch.where(torch.arange(vocab) % 2 == 0, 0.0, math.log(3))  # a quarter, if the vocabulary is even
     return smooth
 
 
@@ -118,11 +116,12 @@ MUTATIONS = {
     "ties of the k-th are cut": ("ids[row[ids] >= kth]", "ids[row[ids] > kth]"),
     "one token too many": ("ids[order[removed:]]", "ids[order[max(0, removed - 1) :]]"),
     "the edge is a token off": ("<= near else removed", "<= near else max(0, removed - 1)"),
-    "ties at the edge of top-p all stay": (
-        "edge_ids = ids[kept[values[kept] == values[kept[0]]]]",
-        "edge_ids = ids[values == values[kept[0]]]",
+    "ties at the edge are not asked about": ("if removed and values[removed - 1] == values[removed]", "if False"),
+    "equal logits are sorted the other way round": (
+        "scores.sort(dim=-1)",
+        "(each.flip(-1) for each in scores.sort(dim=-1, descending=True, stable=True))",
     ),
-    "the edge itself is cut": ("row[edge_ids] = values[kept[0]]", "pass"),
+    "the edge itself is cut": ("row[ids[values == least]] = least", "pass"),
     "the tail strip is forgotten": ("if not len(tail)", "if True"),
     "mass below the candidates is forgotten": ("below = total - float(weights.sum())", "below = 0.0"),
     "bins below the edge are forgotten": ("float(reached[chosen - 1]) if chosen else below", "below"),
@@ -154,13 +153,63 @@ def test_a_mutant_fails_the_battery(name: str) -> None:
     assert not battery(bent.truncate)
 
 
-def test_ties_the_other_way_round_would_be_seen() -> None:
-    setting = Truncation(top_p=0.9)
-    assert not same(plain(rows(0, 300), setting), plain(rows(0, 300), setting, last_id_first=True))
+def sixteen_bit_rows(vocab: int, count: int = 6) -> Tensor:
+    """Logits as a model in bfloat16 gives them: hundreds are equal at the edge of a nucleus."""
+    source = torch.Generator().manual_seed(vocab)
+    return (torch.randn(count, vocab, generator=source) * 2.5).bfloat16()
+
+
+NUCLEI = [Truncation(top_p=0.9), Truncation(0.8, 50, 0.9), Truncation(top_p=0.5), Truncation(0.7, 20, 0.8, 0.05)]
+
+
+@pytest.mark.parametrize("vocab", [1000, 32_000, 151_936])
+def test_of_equal_logits_those_stay_that_transformers_keeps(vocab: int) -> None:
+    """The control: a sort that keeps equal logits in order keeps others."""
+    logits = sixteen_bit_rows(vocab, 4)
+    by_id = 0
+    for setting in NUCLEI:
+        expected = plain(logits, setting)
+        assert same(ops.truncate(logits, *setting), expected)
+        by_id += int((plain(logits, setting, stable=True) != expected).any(1).sum())
+    unstable = not torch.equal(torch.sort(logits.float()).indices, torch.sort(logits.float(), stable=True).indices)
+    assert (by_id > 0) == unstable
+
+
+def test_every_tie_of_a_tiny_vocabulary() -> None:
+    """All rows of five logits that take three values; with forty beside them the sort is no stable one."""
+    values = torch.cartesian_prod(*[torch.tensor([0.0, 1.0, 2.0])] * 5)
+    for logits in (values, values.repeat(1, 9)):
+        for setting in (Truncation(top_p=0.9), Truncation(top_p=0.5), Truncation(1.0, 3, 0.5), Truncation(top_p=1e-3)):
+            assert same(ops.truncate(logits, *setting), plain(logits, setting))
+
+
+SCORE_ONLY = [
+    hf.TopKLogitsWarper(50),
+    hf.TopPLogitsWarper(0.9),
+    hf.TopPLogitsWarper(0.9, min_tokens_to_keep=3),
+    hf.TopHLogitsWarper(0.4),
+    hf.MinPLogitsWarper(0.1, min_tokens_to_keep=5),
+    hf.TypicalLogitsWarper(0.9, min_tokens_to_keep=2),
+    hf.EpsilonLogitsWarper(3e-4),
+    hf.EtaLogitsWarper(3e-4, device="cpu"),
+]
+
+
+@pytest.mark.parametrize("warper", SCORE_ONLY, ids=lambda warper: type(warper).__name__)
+def test_what_a_warper_keeps_of_equal_logits_does_not_depend_on_the_rows_beside(warper: hf.LogitsProcessor) -> None:
+    """Plain decoding asks about a row a sequence, a draft about as many as were read: a row must not see the others."""
+    logits = sixteen_bit_rows(32_000)
+    ids = torch.zeros(6, 1, dtype=torch.long)
+    together = warper(ids, logits.float())
+    assert (together == -INF).any()
+    for row in range(6):
+        place = torch.tensor([row])
+        made = Warp([warper], 1)(logits[row : row + 1], place, lambda place: ids[:1])
+        assert torch.equal(made[0], together[row])
 
 
 def test_rows_like_a_language_models_need_no_sort(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Distinct logits: then transformers' own sort, stable or not, keeps the same."""
+    """Distinct logits: then transformers' formula has nothing to decide."""
     source = torch.Generator().manual_seed(3)
     logits = torch.randn(4, 50_257, generator=source) * 2.5
     logits[:, 7000:7004] += torch.tensor([18.0, 15.0, 13.0, 12.0])
@@ -175,17 +224,14 @@ def test_rows_like_a_language_models_need_no_sort(monkeypatch: pytest.MonkeyPatc
 def test_other_dtypes(dtype: torch.dtype) -> None:
     logits, setting = rows(1, 300).to(dtype)[:8], Truncation(0.8, 40, 0.9, 0.02)
     found = ops.truncate(logits, *setting)
-    if dtype != torch.float64:
-        assert same(found, plain(logits, setting))
-        return
-    with patch("torch.sort", lambda scores, descending: tuple(scores.sort(dim=-1, stable=True))):
-        assert same(found, warpers(setting)(torch.zeros(8, 1, dtype=torch.long), logits))
+    wide = logits if dtype == torch.float64 else logits.float()
+    assert same(found, warpers(setting)(torch.zeros(8, 1, dtype=torch.long), wide))
 
 
 def test_a_row_does_not_see_its_neighbours() -> None:
     logits, setting = rows(2, 640), Truncation(0.9, 0, 0.9, 0.01)
     together = ops.truncate(logits, *setting)
-    alone = torch.cat([ops.truncate(logits[i : i + 1], *setting) for i in range(10)])
+    alone = torch.cat([ops.truncate(logits[i : i + 1], *setting) for i in range(len(logits))])
     assert same(together, alone)
 
 

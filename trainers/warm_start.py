@@ -20,7 +20,7 @@ from hf_specgen.drafters.layers import DraftLayer, PairLayer
 from hf_specgen.drafters.learned import LearnedDrafter
 from hf_specgen.drafters.medusa import MedusaDrafter
 from hf_specgen.errors import SpecGenError, UnsupportedTarget
-from hf_specgen.facts import TargetFacts, whole
+from hf_specgen.facts import TargetFacts, logits_width, whole
 from hf_specgen.loading import drafter_class
 from hf_specgen.models import bare
 from hf_specgen.taps import decoder_layers
@@ -56,6 +56,8 @@ def new_drafter(
     fields = model.sizes(target)
     fields |= {"vocab_size": facts.vocab_size, "target_hidden_size": facts.hidden_size, "target": facts.to_dict()}
     if method == "eagle3":
+        if ids is None and logits_width(target) < facts.vocab_size:
+            ids = torch.arange(logits_width(target))  # a head may have fewer rows than there are ids
         fields["aux_layer_boundaries"] = list(default_boundaries(facts.num_layers))
         fields["draft_vocab_size"] = facts.vocab_size if ids is None else len(ids)
     else:
@@ -119,10 +121,12 @@ def warm_start(drafter: LearnedDrafter, target: PreTrainedModel) -> Notes:
     known, head = covered(drafter), target.get_output_embeddings()
     if "lm_head" in modules and head is not None and head.weight.is_floating_point():
         rows = whole(head.weight)
-        _fill(drafter.get_parameter("lm_head.weight"), rows if known is None else rows[known.to(rows.device)])
+        size = drafter.config.draft_vocab_size  # a padded head has more rows than there are ids
+        _fill(drafter.get_parameter("lm_head.weight"), rows[:size] if known is None else rows[known.to(rows.device)])
         notes.append("its head" if known is None else f"{len(known)} rows of its head")
     if "embed_tokens" in modules:
-        _fill(drafter.get_parameter("embed_tokens.weight"), whole(target.get_input_embeddings().weight))
+        embedding = whole(target.get_input_embeddings().weight)
+        _fill(drafter.get_parameter("embed_tokens.weight"), embedding[: drafter.config.vocab_size])
         notes.append("its embedding")
     return notes
 

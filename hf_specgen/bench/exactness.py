@@ -16,6 +16,7 @@ from hf_specgen.bench.prompts import Prompt
 from hf_specgen.bench.report import batch_sizes
 from hf_specgen.bench.run import Progress, Settings, run_bench
 from hf_specgen.errors import SpecGenError
+from hf_specgen.facts import logits_width
 
 LAW_LENGTH = 3
 # room behind the checked tokens, so that drafts of the first round are not cut short
@@ -150,8 +151,7 @@ def _likeliest(model: Any, ids: list[int], count: int) -> list[int]:
 
 
 def _others(model: Any, tokens: Sequence[int]) -> list[int]:
-    size = model.config.get_text_config().vocab_size
-    return sorted(set(range(size)) - set(tokens))
+    return sorted(set(range(logits_width(model))) - set(tokens))
 
 
 def _next_laws(model: Any, prefixes: Tensor, decoding: Decoding, suppressed: list[int] | None) -> Tensor:

@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 from operator import index
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specgen.costs import Costs, Rate
 from hf_specgen.draft import Draft, Round
-from hf_specgen.errors import SpecGenError
+from hf_specgen.errors import SpecGenError, warn
 from hf_specgen.sequences import DraftRequest, Sequences
 
 SCHEDULES = ("constant", "heuristic", "heuristic_transient", "adaptive")
@@ -153,6 +156,27 @@ class DraftLength:
             if proposed:
                 full = len(path) == proposed
                 self.current[row] = self.current[row] + 2 if full else max(1, self.current[row] - 1)
+
+
+def no_numbers(peaks: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Tell whether the largest logits of some passes are NaN or infinite: the ``broken`` of a draft."""
+    found = torch.stack(list(peaks)).to(device)
+    return (found - found != 0).any()
+
+
+def fit_width(logits: Tensor, vocab: int) -> Tensor:
+    """Return logits ``(..., vocab)`` over the target's ids: those that a drafter lacks are impossible for it."""
+    logits = logits[..., :vocab]
+    return F.pad(logits, (0, vocab - logits.shape[-1]), value=float("-inf"))
+
+
+def warn_shallow(name: str, asked: int | None, deepest: int, reason: str) -> None:
+    """Say that a drafter cannot draft as many tokens in a row as somebody asked for."""
+    if asked is not None and asked > deepest:
+        warn(
+            f"{asked} tokens a draft were asked for and {name} drafts at most {deepest}, because {reason}: drafts are "
+            f"that long, and the text is the same. Ask for at most {deepest}, or leave the number to the drafter."
+        )
 
 
 _REST = 16

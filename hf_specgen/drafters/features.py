@@ -17,12 +17,12 @@ from hf_specgen.cache import SlotCache
 from hf_specgen.costs import Costs, Rate
 from hf_specgen.draft import DenseQ, Draft, Round, Tree, spread
 from hf_specgen.drafter_config import DrafterConfig
-from hf_specgen.drafters.base import DraftLength, Pace
+from hf_specgen.drafters.base import DraftLength, Pace, warn_shallow
 from hf_specgen.drafters.growing import Grower, Laws, Plan, check_confidence, check_drawn, check_shape
 from hf_specgen.drafters.layers import Masks, Rotary
 from hf_specgen.drafters.learned import LearnedDrafter
 from hf_specgen.drafters.pairs import PairCache
-from hf_specgen.drafters.trees import DynamicShape, Shape, StaticShape, parse_shape
+from hf_specgen.drafters.trees import DynamicShape, Shape, StaticShape, depth_of, parse_shape
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError
 from hf_specgen.facts import LAYER_OVERHEAD, TOKEN_OVERHEAD
 from hf_specgen.sequences import Sequences
@@ -196,11 +196,13 @@ def _choose(drafter: FeatureDrafter, sequences: Sequences, costs: Costs) -> tupl
         length = DraftLength.choose(request, own, default, costs)
         length.begin(len(sequences))
         return shape, Pace(length, Rate(0.6, 0.7)), 0
-    deepest = shape.depth if isinstance(shape, DynamicShape) else shape.max_depth
+    depth = depth_of(shape)
     asked = request.num_tokens if request.num_tokens is not None else config.num_tokens
     if asked is not None:
-        deepest = min(deepest, DraftLength.choose(replace(request, schedule=None), asked, asked, costs).num_tokens)
-    return shape, None, deepest
+        length = DraftLength.choose(replace(request, schedule=None), asked, asked, costs)
+        warn_shallow(drafter.title, length.num_tokens, depth, f"its tree (tree={config.tree!r}) is no deeper")
+        depth = min(depth, length.num_tokens)
+    return shape, None, depth
 
 
 def _share(drafter: FeatureDrafter, sequences: Sequences) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from hf_specgen import ops
 from hf_specgen.coins import Coins
 from hf_specgen.costs import Costs
 from hf_specgen.draft import DenseQ, Draft, Tree
+from hf_specgen.drafters.base import fit_width, no_numbers
 from hf_specgen.drafters.pairs import PairCache
 from hf_specgen.drafters.trees import ABSENT, DynamicShape, Growth, Shape, StaticShape
 from hf_specgen.errors import SpecGenError
@@ -99,7 +100,7 @@ class Laws:
     def widened(self, scores: Tensor) -> Tensor:
         """Return scores over the target's ids: those that the drafter lacks are impossible for it."""
         if self.ids is None:
-            return scores
+            return fit_width(scores, self.sequences.vocab_size)
         wide = scores.new_full((*scores.shape[:-1], self.sequences.vocab_size), float("-inf"))
         wide[..., self.ids] = scores
         return wide
@@ -186,9 +187,12 @@ class Grower:
         shape = plan.shape
         tokens: list[Tensor] = []
         drawn: list[Tensor] = []
+        peaks: list[Tensor] = []
         paths = torch.zeros(len(states), 1, 0, dtype=torch.long, device=states.device)
         for depth in range(1, shape.max_depth + 1):
-            scores = self.laws.scores(self.model.logits(states), paths)
+            logits = self.model.logits(states)
+            peaks.append(logits.amax())
+            scores = self.laws.scores(logits, paths)
             if confidence:
                 self._stop_unsure(scores, depth, wanted, confidence)
                 if depth > max(wanted):
@@ -207,22 +211,25 @@ class Grower:
                 paths = torch.cat((paths, chosen.unsqueeze(-1)), -1)
             states = self.pairs.run(chosen, above, level.tree)
         if not tokens:
-            return Draft.empty(len(states), states.device)
+            return replace(Draft.empty(len(states), states.device), broken=no_numbers(peaks, states.device))
         law = DenseQ(self.laws.widened(torch.cat(drawn, 1))) if drawn else None
         counts = shape.n_valid(torch.tensor(wanted, device=states.device))
         tree = plan.tree if len(tokens) == shape.max_depth else plan.tree.trim(len(tokens))
-        return Draft(torch.cat(tokens, 1), tree, counts, law, law is not None and not shape.is_chain)
+        different = law is not None and not shape.is_chain
+        return Draft(torch.cat(tokens, 1), tree, counts, law, different, no_numbers(peaks, states.device))
 
     def dynamic(
         self, shape: DynamicShape, states: Tensor, wanted: list[int], costs: Costs, remaining: list[int]
     ) -> Draft:
         """Grow where the drafter is sure: every row its own tree, at most ``wanted[r]`` deep."""
-        growth = Growth(shape)
+        growth, peaks = Growth(shape), list[Tensor]()
         room = torch.tensor(wanted, device=states.device)
         paths = torch.zeros(len(states), 1, 0, dtype=torch.long, device=states.device)
         deepest = min(shape.depth, max(wanted))
         for depth in range(1, deepest + 1):
-            scores = self.laws.scores(self.model.logits(states), paths)
+            logits = self.model.logits(states)
+            peaks.append(logits.amax())
+            scores = self.laws.scores(logits, paths)
             ids, parents = growth.add(scores.float().log_softmax(-1))
             if depth == deepest:
                 break
@@ -234,9 +241,9 @@ class Grower:
             states = self.pairs.run(chosen, above, Tree(growth.frontier_parents()))
         nodes = growth.paying(costs, remaining, room) if shape.nodes is None else shape.nodes
         if not nodes:
-            return Draft.empty(len(states), states.device)
+            return replace(Draft.empty(len(states), states.device), broken=no_numbers(peaks, states.device))
         ids, links, n_valid, _ = growth.finish(nodes, room)
-        return Draft(self.model.to_target(ids), Tree(links), n_valid)
+        return Draft(self.model.to_target(ids), Tree(links), n_valid, broken=no_numbers(peaks, states.device))
 
     def _pick(self, shape: StaticShape, depth: int, scores: Tensor) -> Tensor:
         """Return the drafter's ids ``(R, n)`` of a level's nodes."""

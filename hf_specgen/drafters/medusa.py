@@ -15,13 +15,13 @@ from hf_specgen.coins import Coins
 from hf_specgen.costs import Rate
 from hf_specgen.draft import DenseQ, Draft, Round, Tree, spread
 from hf_specgen.drafter_config import DrafterConfig
-from hf_specgen.drafters.base import DraftLength, Pace
+from hf_specgen.drafters.base import DraftLength, Pace, fit_width, no_numbers, warn_shallow
 from hf_specgen.drafters.growing import check_confidence, check_drawn, check_shape
 from hf_specgen.drafters.learned import LearnedDrafter, Objective, TrainingOutput
-from hf_specgen.drafters.trees import ABSENT, DynamicShape, Growth, Shape, StaticShape, parse_shape, top
+from hf_specgen.drafters.trees import ABSENT, DynamicShape, Growth, Shape, StaticShape, depth_of, parse_shape, top
 from hf_specgen.drafters.unrolling import Lesson, chosen, told, weighted
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError
-from hf_specgen.facts import TOKEN_OVERHEAD, TargetFacts, other_layers, whole
+from hf_specgen.facts import TOKEN_OVERHEAD, TargetFacts, logits_width, other_layers, whole
 from hf_specgen.models import bare, input_device
 from hf_specgen.sequences import Sequences
 from hf_specgen.taps import FINAL
@@ -45,7 +45,8 @@ class MedusaDrafter(LearnedDrafter):
     """Draft with one head per token: head h reads the newest state of the target and guesses the token h + 2 further.
 
     Heads do not see each other's tokens: what a node may hold depends on its depth alone. ``config.tree``: None is a
-    chain on CPUs and the tree ``"medusa"`` elsewhere (unmeasured there). ``num_tokens`` bounds how deep a draft goes.
+    chain on CPUs and the tree ``"medusa"`` elsewhere (unmeasured there). ``num_tokens`` bounds how deep a draft goes,
+    and a number beyond the heads warns.
     ``costs`` replaces the assumed costs of a pass, ``confidence`` ends a chain where the best token is less likely.
 
     Raises: ``IncompatibleDrafter`` for a config without heads, ``SpecGenError`` for a tree deeper than there are heads.
@@ -86,7 +87,8 @@ class MedusaDrafter(LearnedDrafter):
         target = bare(model)
         facts = TargetFacts.of(target)
         sizes = {"hidden_size": facts.hidden_size, "vocab_size": facts.vocab_size, "target": facts.to_dict()}
-        known = torch.arange(facts.vocab_size) if ids is None else ids.cpu().sort().values
+        width = min(facts.vocab_size, logits_width(target))
+        known = torch.arange(width) if ids is None else ids.cpu().sort().values
         sizes |= {"draft_vocab_size": len(known), "num_heads": num_heads}
         drafter = cls(DrafterConfig(cls.method, **{**sizes, **settings})).to(input_device(target))
         drafter.attach(target)
@@ -246,13 +248,18 @@ class _Session:
         length.begin(len(sequences))
         self._pace = Pace(length, Rate(0.6, 0.7))
         number = asked.num_tokens if asked.num_tokens is not None else config.num_tokens
-        self._shape = _bounded(_shape(drafter.config, self._device), None if number is None else length.num_tokens)
-        check_shape(self._shape, self._device)
+        shape = _shape(config, self._device)
+        check_shape(shape, self._device)
+        heads = f"it has {config.num_heads} head{'s' * (config.num_heads > 1)}"
+        reason = heads if depth_of(shape) == config.num_heads else f"its tree (tree={config.tree!r}) is no deeper"
+        warn_shallow(drafter.title, None if number is None else length.num_tokens, depth_of(shape), reason)
+        self._shape = _bounded(shape, None if number is None else length.num_tokens)
         if self._draws:
             check_drawn(self._shape, sequences.rule)
         unsure = asked.confidence if asked.confidence is not None else drafter.confidence
         self._confidence = unsure or 0.0
         check_confidence(self._confidence, self._is_chain)
+        self._peaks: list[Tensor] = []  # of the round being drafted
         self._parts: dict[int, tuple[StaticShape, Tree]] = {}
         ids = drafter.target_ids
         self._ids = None if ids is None else ids.to(self._device)
@@ -279,22 +286,25 @@ class _Session:
 
     def propose(self, sequences: Sequences) -> Draft:
         """Draft for the rows that have room."""
-        depth = self._shape.max_depth if isinstance(self._shape, StaticShape) else self._shape.depth
-        room = [min(space, depth) for space in sequences.room]
+        room = [min(space, depth_of(self._shape)) for space in sequences.room]
         wanted = self._pace.wanted(room, sequences.remaining) if self._is_chain else room
         live = [row for row, want in enumerate(wanted) if want]
         if not live:
             return Draft.empty(len(sequences), self._device)
-        owners = torch.tensor(live, device=self._device)
+        owners, self._peaks = torch.tensor(live, device=self._device), []
         some = next(self._drafter.parameters())
         states = self._states.index_select(0, owners).to(some.device, some.dtype)
         if isinstance(self._shape, DynamicShape):
-            return self._grow(sequences, states, live, [wanted[row] for row in live])
-        return self._fill(sequences, states, live, [wanted[row] for row in live])
+            draft = self._grow(sequences, states, live, [wanted[row] for row in live])
+        else:
+            draft = self._fill(sequences, states, live, [wanted[row] for row in live])
+        return replace(draft, broken=no_numbers(self._peaks, self._device))
 
     def _logits(self, depth: int, states: Tensor) -> Tensor:
         """Return the logits ``(R, V_draft)`` of the tokens ``depth`` below the root; ids that do not exist are cut."""
-        return self._drafter.head(depth - 1, states).to(self._device)
+        logits = self._drafter.head(depth - 1, states).to(self._device)
+        self._peaks.append(logits.amax())
+        return logits
 
     def _fill(self, sequences: Sequences, states: Tensor, live: list[int], wanted: list[int]) -> Draft:
         """Fill a fixed tree, level by level."""
@@ -366,7 +376,7 @@ class _Session:
     def _over_target(self, logits: Tensor, vocab: int) -> Tensor:
         """Return float32 logits over the target's ids; those that the heads do not know are impossible."""
         if self._ids is None:
-            return logits.float()
+            return fit_width(logits.float(), vocab)
         return logits.new_full((len(logits), vocab), float("-inf"), dtype=torch.float32).index_copy_(
             1, self._ids, logits.float()
         )

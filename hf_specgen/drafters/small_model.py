@@ -13,7 +13,7 @@ from hf_specgen import ops
 from hf_specgen.coins import DRAFT
 from hf_specgen.costs import Costs, Rate
 from hf_specgen.draft import DenseQ, Draft, Round, Tree, spread
-from hf_specgen.drafters.base import Drafter, DraftLength, Pace
+from hf_specgen.drafters.base import Drafter, DraftLength, Pace, fit_width, no_numbers
 from hf_specgen.errors import IncompatibleDrafter
 from hf_specgen.facts import step_size
 from hf_specgen.forward import CachedModel
@@ -99,8 +99,9 @@ class SmallModel(Drafter):
         wanted = [every[row] for row in self._live]
         logits = self._catch_up(sequences, wanted)
         self._base = list(self._cached.lengths)
-        chain = _Chain(sequences, self._live, self.sample and not sequences.greedy)
+        chain, peaks = _Chain(sequences, self._live, self.sample and not sequences.greedy), list[Tensor]()
         while True:
+            peaks.append(logits.amax())
             scores = chain.warp(logits)
             self._stop_unsure(scores, chain, wanted)
             if len(chain) >= max(wanted):
@@ -111,7 +112,7 @@ class SmallModel(Drafter):
             output = self._cached.extend(self._known(tokens), Tree.chain(0, self._cached.device), undo=len(chain) - 1)
             self._cached.commit([int(len(chain) < want) for want in wanted])
             logits = output.logits[:, 0]
-        return chain.draft(wanted)
+        return replace(chain.draft(wanted), broken=no_numbers(peaks, sequences.prompt.device))
 
     def observe(self, round: Round) -> None:
         """Roll the drafter's cache back to the accepted tokens and learn how often they are."""
@@ -186,10 +187,7 @@ class _Chain:
     def warp(self, logits: Tensor) -> Tensor:
         """Return the drafter's logits over the target's ids, under the target's processors."""
         sequences = self._sequences
-        size, width = sequences.vocab_size, logits.shape[-1]
-        logits = logits[:, :size].to(sequences.prompt.device, torch.float32)
-        if width < size:  # ids the drafter lacks are impossible for it
-            logits = torch.nn.functional.pad(logits, (0, size - width), value=float("-inf"))
+        logits = fit_width(logits.to(sequences.prompt.device, torch.float32), sequences.vocab_size)
         drafted = torch.stack(self._tokens, 1) if self._tokens else sequences.prompt[:, :0]
         texts = drafted.tolist() if sequences.warp.needs_prefix and sequences.stops.eos else []
 

@@ -248,6 +248,11 @@ class DynamicShape:
 Shape = StaticShape | DynamicShape
 
 
+def depth_of(shape: Shape) -> int:
+    """Return how many tokens in a row a shape can hold."""
+    return shape.max_depth if isinstance(shape, StaticShape) else shape.depth
+
+
 def parse_shape(spec: object, default: Shape, deepest: int | None = None) -> Shape:
     """Read the ``tree`` of a configuration: None, a name, a list of paths of ranks, or a dynamic tree's numbers.
 
@@ -256,7 +261,7 @@ def parse_shape(spec: object, default: Shape, deepest: int | None = None) -> Sha
     Raises: ``SpecGenError`` for anything else, or a tree that is deeper.
     """
     shape = _parse(spec, default)
-    depth = shape.max_depth if isinstance(shape, StaticShape) else shape.depth
+    depth = depth_of(shape)
     if deepest is None or depth <= deepest:
         return shape
     if isinstance(shape, StaticShape) and (spec is None or isinstance(spec, str)):

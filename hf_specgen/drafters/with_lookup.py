@@ -113,7 +113,8 @@ class WithLookup(Drafter):
             return other
         copies = self.lookup.copies(counts, device, 1 if self._drawn else None)
         if not other.width or not any(asked):
-            return replace(copies, q=_certain(copies.tokens, sequences.vocab_size)) if self._drawn else copies
+            law = _certain(copies.tokens, sequences.vocab_size) if self._drawn else None
+            return replace(copies, q=law, broken=other.broken)
         return _merged(copies, other, self._copied, sequences.vocab_size)
 
     def observe(self, round: Round) -> None:
@@ -274,7 +275,7 @@ def _merged(copies: Draft, other: Draft, copied: list[bool], vocab: int) -> Draf
     n_valid = torch.where(marks, copies.n_valid, other.n_valid)
     rows = torch.tensor([row for row, copies in enumerate(copied) if copies], device=device)
     law = None if other.q is None else _with_copies(other.q, _known(tokens, vocab), rows, vocab)
-    return Draft(tokens, tree, n_valid, law, other.without_replacement)
+    return Draft(tokens, tree, n_valid, law, other.without_replacement, other.broken)
 
 
 def _certain(tokens: Tensor, vocab: int) -> SparseQ:

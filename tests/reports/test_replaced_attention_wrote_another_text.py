@@ -107,7 +107,7 @@ def test_unchecked_it_would_write_another_text(monkeypatch: pytest.MonkeyPatch) 
     ids, mask = prompts([12])
     expected = plain(model, ids, mask)
     new_class(model, monkeypatch)
-    monkeypatch.setattr("hf_specgen.generate.check_target", lambda model, longest: None)
+    monkeypatch.setattr("hf_specgen.generate.check_target", lambda model, longest, rows: None)
     texts = texts_of(expected, mask)
     found = [ours(model, RandomTree(texts, seed=seed), ids, mask) for seed in range(4)]
     assert any(not torch.equal(text, expected) for text in found)
