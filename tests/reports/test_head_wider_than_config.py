@@ -107,5 +107,6 @@ def test_new_drafters_start_from_the_rows_that_are_ids(method: str, width: int) 
     assert any("head" in note for note in notes)
     assert drafter.config.vocab_size == IDS and drafter.config.draft_vocab_size == min(width, IDS)
     watch = Watch(drafter.eval())
-    found = plain(model, ids, mask, max_new_tokens=8, custom_generate=SpeculativeDecoding(watch))
-    assert torch.equal(found, plain(model, ids, mask, max_new_tokens=8)) and watch.width > 0
+    call = {"custom_generate": SpeculativeDecoding(watch), "num_assistant_tokens": 3}
+    found = plain(model, ids, mask, max_new_tokens=8, **call)
+    assert torch.equal(found, plain(model, ids, mask, max_new_tokens=8)) and watch.width == 3
