@@ -113,11 +113,11 @@ class Padded(Unsound):
 
     low = cached_low = -math.inf
 
-    def forward(self, *args, position_ids=None, past_key_values=None, cache=None, **kwargs):
-        output = super().forward(
-            *args, position_ids=position_ids, past_key_values=past_key_values, cache=cache, **kwargs
-        )
-        output.logits[..., -8:] = self.low if position_ids is None else self.cached_low
+    def forward(self, *args, attention_mask=None, position_ids=None, past_key_values=None, cache=None, **kwargs):
+        given = {"position_ids": position_ids, "past_key_values": past_key_values, "cache": cache}
+        output = super().forward(*args, attention_mask=attention_mask, **given, **kwargs)
+        drafted = attention_mask is not None and attention_mask.dim() == 4
+        output.logits[..., -8:] = self.cached_low if drafted else self.low
         return output
 
 

@@ -86,7 +86,7 @@ def test_in_half_precision_rounding_does_not_hide_it(kind: type[nn.Linear]) -> N
 
 def test_unchecked_it_would_write_another_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control, and what must have been seen: some prompts' texts differ."""
-    monkeypatch.setattr("hf_specgen.generate.check_target", lambda model, longest: None)
+    monkeypatch.setattr("hf_specgen.generate.check_target", lambda model, longest, rows: None)
     model = torch_dynamic(tiny())
     differ = 0
     for seed in range(4):

@@ -48,7 +48,7 @@ def target(kind: str, **settings: object) -> PreTrainedModel:
 
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf_specgen.selfcheck, "_check_beyond", lambda model, makeup, threshold: None)
+    monkeypatch.setattr(hf_specgen.selfcheck, "_check_beyond", lambda model, makeup, threshold, rows: None)
 
 
 DOGE = pytest.mark.skipif(transformers.__version__ < "5.24", reason="older Doge misreads bool masks: refused at once")
