@@ -73,7 +73,7 @@ def prepare(
     tokens = real_tokens(input_ids, inputs.get("attention_mask"), inputs.get("position_ids"))
     check_positions(model, [len(row) for row in tokens], stops.max_length - input_ids.shape[1])
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    warp.check(input_ids, vocab_size)
+    warp.check(input_ids, vocab_size, stops.eos, max(1, stops.max_length - input_ids.shape[1]))
     device = model.get_input_embeddings().weight.device
     if options.seed is not None and options.generator is not None:
         raise SpecGenError("seed= and generator= were both given: one source of randomness is required. Drop one.")

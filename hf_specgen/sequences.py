@@ -87,6 +87,7 @@ class Sequences:
         self.new = [0] * rows
         self.finished = [False] * rows
         self._full: frozenset[int] = frozenset()
+        self.warp.begin(width)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -156,6 +157,8 @@ class Sequences:
                     "finite logits are required. Check the model's dtype and the logits processors."
                 )
             kept[row] = self._extend(row, tokens)
+        if self.done:
+            self.warp.finish()
         return kept
 
     def _extend(self, row: int, tokens: list[int]) -> int:
@@ -170,6 +173,7 @@ class Sequences:
                 self.finished[row] = True
                 break
         kept = self.new[row] - before
+        self.warp.keep(row, tokens[:kept])
         self._stream(row, tokens[:kept])
         return kept
 

@@ -55,7 +55,7 @@ class StockCandidates(CandidateGenerator):
         self.stats = AcceptanceStats(drafter.title, "stock", rows=[RowStats()])
         self.taps, self.shown = Taps(model), dict[int, Tensor]()
         vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
-        warp = Warp(processors, 1)
+        warp = Warp(processors, 1, may_keep_state=False)  # stock asks the same objects about every draft
         warp.check(input_ids, vocab_size)
         device = model.get_input_embeddings().weight.device
         seeds, row_ids = seed_rows(1, None if config.do_sample else 0, None, device)

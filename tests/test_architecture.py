@@ -23,7 +23,8 @@ PACKAGE = ("hf_specgen/", "kernels/", "trainers/")
 CODE = (*PACKAGE, "tests/", "examples/")
 
 # Left imports nothing from the right; on one level too. `__init__` is the package's public face.
-ORDER = """kernels < errors, draft, stats, costs, facts, drafter_config < ops < coins < fused, lossy, layer_kinds, taps
+ORDER = """kernels < errors, draft, stats, costs, facts, drafter_config < ops < coins
+< fused, lossy, layer_kinds, taps, state < replay
 < warp, cache, attention, forward, verify, sequences, packing, formats, files, hub, card
 < target < selfcheck, requests, outputs < drafters < loading < generate, entry, stock
 < trainers < __init__ < bench < cli"""
