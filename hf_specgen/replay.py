@@ -107,7 +107,7 @@ class Replay:
         self.processors = processors
         self._may_keep_state = may_keep_state
         self.state = State(processors)
-        self._places = self.state.place_marks()
+        self._places: dict[str, Any] = {}
         self._tables = self.state.tables_mark()
         self._first = Held(processors, self.state.mark(processors))
         self._pasts = [_Past(self._first) for _ in range(rows)]
@@ -119,8 +119,12 @@ class Replay:
             past.width = width
             past.visits.clear()
 
-    def branch(self, row: int, ids: Tensor) -> Branch:
-        """Return the processors as they are before they are asked about ``ids (1, L)`` in a row."""
+    def branches(self, rows: list[int], ids: list[Tensor | None]) -> list[Branch | None]:
+        """Return the processors as they are before each row is asked about its text ``(1, L)``, None about none."""
+        self._places = self.state.place_marks()
+        return [None if text is None else self._branch(row, text) for row, text in zip(rows, ids, strict=True)]
+
+    def _branch(self, row: int, ids: Tensor) -> Branch:
         past = self._pasts[row]
         text = tuple(ids[0, past.width :].tolist())
         if not text:
@@ -130,18 +134,20 @@ class Replay:
             raise RuntimeError(f"row {row}: processors that keep state were asked about a text before its beginning")
         return Branch(ids, text, past.held if above is None else above.held, self.state)
 
-    def end(self, row: int, branch: Branch) -> Visit:
-        """Note what happened on a branch.
+    def end(self, rows: list[int], branches: list[Branch | None]) -> None:
+        """Note what happened on branches.
 
         Raises: ``SpecGenError`` when something was written that no copy has for its own.
         """
-        visit = branch.end(self.state)
-        self._pasts[row].visits[branch.text] = visit
         self.check_places(self._places, self.state.place_marks())
-        self.moves |= visit.moved and visit.error is None
-        if self.moves and not self._may_keep_state:
-            raise refusal(self._changed(branch.before, visit.held), "what it keeps changes from call to call")
-        return visit
+        for row, branch in zip(rows, branches, strict=True):
+            if branch is None:
+                continue
+            visit = branch.end(self.state)
+            self._pasts[row].visits[branch.text] = visit
+            self.moves |= visit.moved and visit.error is None
+            if self.moves and not self._may_keep_state:
+                raise refusal(self._changed(branch.before, visit.held), "what it keeps changes from call to call")
 
     def check_places(self, before: dict[str, Any], now: dict[str, Any]) -> None:
         """Refuse what was written where no copy has its own. Raises: ``SpecGenError``."""
@@ -150,22 +156,19 @@ class Replay:
             reason = f"it keeps state in {' and '.join(moved)}, which all rows and drafts share"
             raise refusal(self._named(moved), reason)
 
-    def keep(self, row: int, tokens: list[int], call: Call) -> None:
-        """Make tokens that a row has kept its past: what was asked on the way counts, the rest is forgotten.
+    def keep(self, row: int, token: int, call: Call) -> None:
+        """Make a token that a row has kept part of its past, with what was asked before it.
 
         With one row the user's own processors are called, as plain decoding would. Raises: what they raise.
         """
         past = self._pasts[row]
-        for count in range(len(tokens)):
-            visit = past.visits.get(tuple(tokens[:count]))
-            if visit is None:
-                continue
-            if visit.error is not None:
-                raise visit.error
-            if visit.moved:
-                past.held = self._called(visit, call) if len(self._pasts) == 1 else visit.held
-        past.width += len(tokens)
-        past.visits.clear()
+        visit = past.visits.get(())
+        if visit is not None and visit.error is not None:
+            raise visit.error
+        if visit is not None and visit.moved:
+            past.held = self._called(visit, call) if len(self._pasts) == 1 else visit.held
+        past.width += 1
+        past.visits = {text[1:]: visit for text, visit in past.visits.items() if text[:1] == (token,)}
 
     def _called(self, visit: Visit, call: Call) -> Held:
         """Bring the user's own processors to where a visit has brought a copy; that copy may serve again."""
@@ -190,7 +193,6 @@ class Replay:
             _check_copy(whole, processor)
         copies = whole.copy(self.processors)
         self.state.note_shared(self.processors, copies)
-        self._places = self.state.place_marks()
         trial = Replay(copies, len(self._pasts), self._may_keep_state)
         if not self.state.has_tables:
             trial.share_nothing()
@@ -200,7 +202,6 @@ class Replay:
         """Copy tables after all: one of them was seen to change."""
         self.state.share_nothing()
         self._tables = self.state.tables_mark()
-        self._places = self.state.place_marks()
         self._first.mark = self.state.mark(self.processors)
 
     @property

@@ -74,6 +74,7 @@ def prepare(
     check_positions(model, [len(row) for row in tokens], stops.max_length - input_ids.shape[1])
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     warp.check(input_ids, vocab_size, stops.eos, max(1, stops.max_length - input_ids.shape[1]))
+    warp.check_apart(stops.others)
     device = model.get_input_embeddings().weight.device
     if options.seed is not None and options.generator is not None:
         raise SpecGenError("seed= and generator= were both given: one source of randomness is required. Drop one.")

@@ -75,10 +75,8 @@ class State:
 
     def note_shared(self, values: list[Any], copies: list[Any]) -> None:
         """Add what a copy has in common with its original to the places: deepcopy, or the object, shares it."""
-        copied = _reach(copies, self._shared)
-        for part in _reach(values, self._shared).values():
-            if id(part) in copied and _inside(part):
-                self.places.append(Place(f"a {type(part).__name__} that its copies share", part, {"": part}, ""))
+        for part in common_parts(values, copies, self._shared):
+            self.places.append(Place(f"a {type(part).__name__} that its copies share", part, {"": part}, ""))
 
     def mark(self, values: list[Any]) -> Any:
         """Return plain data that differs once anything that the objects keep has changed; tables are left out."""
@@ -221,6 +219,13 @@ def _reach(values: Iterable[Any], without: Mapping[int, Any] | None = None) -> d
         found[id(value)] = value
         waiting.extend(_inside(value))
     return found
+
+
+def common_parts(values: list[Any], others: list[Any], without: Mapping[int, Any] | None = None) -> list[Any]:
+    """Return what both hold and may be written to."""
+    held = _reach(others, without)
+    parts = [part for part in _reach(values, without).values() if id(part) in held]
+    return [part for part in parts if isinstance(part, dict | list | set | deque | Tensor) or _inside(part)]
 
 
 def _large_parts(values: list[Any], roots: set[int]) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,13 +13,16 @@ from transformers import (
     LogitsProcessor,
     MinPLogitsWarper,
     PrefixConstrainedLogitsProcessor,
+    StoppingCriteria,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
 from hf_specgen import ops
-from hf_specgen.replay import Branch, Replay, Visit, refusal
+from hf_specgen.criteria import criterion_refusal
+from hf_specgen.replay import Branch, Replay, Visit, label, refusal
+from hf_specgen.state import common_parts
 
 _SCORES_ONLY = frozenset(
     {
@@ -93,6 +96,7 @@ class Warp:
         users = [processor for processor in self.processors if _is_users(processor)]
         self._place_of = {id(processor): place for place, processor in enumerate(users)}
         self.replay = Replay(users, rows, may_keep_state) if users else None
+        self._moved_on_trial = False
 
     @property
     def truncation(self) -> Truncation | None:
@@ -119,9 +123,11 @@ class Warp:
         if self.replay is None:
             return
         walks = (ids, vocab_size, ends, min(steps, 6))
-        if self._tried(self.replay, *walks).tables_moved:
+        trial = self._tried(self.replay, *walks)
+        if trial.tables_moved:
             self.replay.share_nothing()
-            self._tried(self.replay, *walks)
+            trial = self._tried(self.replay, *walks)
+        self._moved_on_trial = trial.moves
 
     def _tried(self, replay: Replay, ids: Tensor, vocab_size: int, ends: Collection[int], steps: int) -> Replay:
         """Try copies of the user's processors, twice on the same texts and once between on others.
@@ -142,15 +148,30 @@ class Warp:
                     raise refusal(replay.processors[called.place], reason)
         return trial.replay
 
+    def check_apart(self, criteria: Sequence[StoppingCriteria]) -> None:
+        """Refuse criteria of a batch that hold what processors were seen to change: rows have copies of both.
+
+        Raises: ``SpecGenError`` naming both.
+        """
+        if self.replay is None or self.rows == 1 or not self._moved_on_trial:
+            return
+        users = self.replay.processors
+        for criterion in criteria:
+            for part in common_parts([criterion], users):
+                reason = (
+                    f"it holds a {type(part).__name__} that {label(users)} may write to, and rows have copies of both"
+                )
+                raise criterion_refusal(criterion, self.rows, reason)
+
     def begin(self, width: int) -> None:
         """Start every row at a prompt of ``width`` tokens."""
         if self.replay is not None:
             self.replay.begin(width)
 
-    def keep(self, row: int, tokens: list[int]) -> None:
-        """Note the tokens that a row has kept. Raises: what a processor of the user's raised on the way to them."""
+    def keep(self, row: int, token: int) -> None:
+        """Note a token that a row has kept. Raises: what a processor of the user's raised when asked for it."""
         if self.replay is not None:
-            self.replay.keep(row, tokens, partial(self._one, row=row))
+            self.replay.keep(row, token, partial(self._one, row=row))
 
     def finish(self) -> None:
         """Refuse, at the end, processors that wrote where no copy could. Raises: ``SpecGenError``."""
@@ -166,8 +187,7 @@ class Warp:
         ids = [prefix(place) for place in range(len(owners))]
         branches: list[Branch | None] = [None] * len(owners)
         if self.replay is not None:
-            places = zip(owners, ids, strict=True)
-            branches = [None if text is None else self.replay.branch(row, text) for row, text in places]
+            branches = self.replay.branches(owners, ids)
         for processor in steps:
             if isinstance(processor, Truncation):
                 scores = ops.truncate(scores, *processor)
@@ -176,9 +196,8 @@ class Warp:
             else:
                 parts = zip(owners, ids, branches, scores.split(1), strict=True)
                 scores = torch.cat([self._asked(processor, *part) for part in parts])
-        for row, branch in zip(owners, branches, strict=True):
-            if self.replay is not None and branch is not None:
-                self.replay.end(row, branch)
+        if self.replay is not None:
+            self.replay.end(owners, branches)
         return scores
 
     def _asked(
