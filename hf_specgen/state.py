@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tokenizers import Tokenizer
@@ -55,7 +55,7 @@ class State:
 
     def copy(self, values: list[Any]) -> list[Any]:
         """Copy objects deeply, with the variables that functions close over, which deepcopy would share."""
-        memo: ChainMap[int, Any] = ChainMap({}, self._shared)
+        memo = cast(dict[int, Any], ChainMap({}, self._shared))  # the tables' many parts are not listed anew
         cells: dict[int, CellType] = {}
         twins: list[tuple[FunctionType, FunctionType]] = []
         for part in _reach(values, self._shared).values():
