@@ -109,7 +109,7 @@ def fingerprint_of(embedding: Tensor, head: Tensor) -> str:
     """
     digest = hashlib.sha256()
     for weight in (embedding, head):
-        if weight.device.type == "meta" or not weight.is_floating_point():
+        if not holds_numbers(weight):
             return ""
         weight = whole(weight)
         rows = torch.linspace(0, weight.shape[0] - 1, _SAMPLED_ROWS, device=weight.device).long()
@@ -127,6 +127,15 @@ def other_layers(model: PreTrainedModel, marks: Mapping[str, str]) -> list[str]:
     weights = dict(model.named_parameters())
     made = {name: fingerprint_of(weights[name], weights[name]) for name in marks if name in weights}
     return sorted(name for name, mark in made.items() if mark and mark != marks[name])
+
+
+def holds_numbers(weight: Tensor) -> bool:
+    """Tell whether a weight is plain floats in memory, sharded or not, so that rows of it can be read and copied.
+
+    Packed weights may pose as floats: a tensor's subclass that multiplies, and knows nothing else (torchao's do).
+    """
+    plain = isinstance(weight, DTensor) or type(weight) in (Tensor, nn.Parameter)
+    return plain and weight.is_floating_point() and weight.device.type != "meta"
 
 
 def whole(tensor: Tensor) -> Tensor:

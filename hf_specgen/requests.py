@@ -76,7 +76,8 @@ def prepare(
     tokens = real_tokens(input_ids, inputs.get("attention_mask"), inputs.get("position_ids"))
     check_positions(model, [len(row) for row in tokens], stops.max_length - input_ids.shape[1])
     vocab_size = logits_width(model)
-    warp.check(input_ids, vocab_size)
+    warp.check(input_ids, vocab_size, stops.eos, max(1, stops.max_length - input_ids.shape[1]))
+    warp.check_apart(stops.others)
     device = input_device(model)
     if not greedy:
         ops.check_doubles(device, "do_sample=True")

@@ -13,6 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen.coins import Coins
 from hf_specgen.costs import Costs
+from hf_specgen.criteria import Criteria
 from hf_specgen.draft import Round
 from hf_specgen.errors import SpecGenError
 from hf_specgen.lossy import Typical
@@ -88,6 +89,8 @@ class Sequences:
         self.new = [0] * rows
         self.finished = [False] * rows
         self._full: frozenset[int] = frozenset()
+        self._criteria = Criteria(self.stops.others, rows)
+        self.warp.begin(width)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -157,6 +160,8 @@ class Sequences:
                     "finite logits are required. Check the model's dtype and the logits processors."
                 )
             kept[row] = self._extend(row, tokens)
+        if self.done:
+            self.warp.finish()
         return kept
 
     def _extend(self, row: int, tokens: list[int]) -> int:
@@ -167,6 +172,7 @@ class Sequences:
         for token in tokens:
             self.tokens[row].append(token)
             self.new[row] += 1
+            self.warp.keep(row, token)
             if self._stops_at(row, token):
                 self.finished[row] = True
                 break
@@ -176,20 +182,10 @@ class Sequences:
 
     def _stops_at(self, row: int, token: int) -> bool:
         stop = token in self.stops.eos or self.new[row] >= self.budget
-        if not self.stops.others:
+        if not self._criteria:
             return stop
-        prefix = self.prefix(row)
         scores = tuple(self.score_log[row][: self.new[row]]) if self.score_log is not None else None
-        for criterion in self.stops.others:  # every criterion sees every prefix once, as in plain decoding
-            stop |= self._meets(criterion, prefix, scores, row)
-        return stop
-
-    def _meets(self, criterion: StoppingCriteria, prefix: Tensor, scores: tuple[Tensor, ...] | None, row: int) -> bool:
-        """Ask one criterion about one row; one that may know its batch sees the row in every place."""
-        if len(self) > 1 and not type(criterion).__module__.startswith("transformers."):
-            prefix = prefix.repeat(len(self), 1)
-        verdict = torch.as_tensor(criterion(prefix, scores)).flatten()
-        return bool(verdict[row] if len(verdict) == len(self) else verdict.any())
+        return self._criteria.meets(row, self.prefix(row), scores) or stop
 
     def _stream(self, row: int, tokens: list[int]) -> None:
         if self.streamer is not None:

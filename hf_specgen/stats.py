@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
+from operator import index
+from typing import Any, SupportsIndex
+
+from torch.serialization import DEFAULT_PROTOCOL as _FILE_PROTOCOL
 
 from hf_specgen.draft import Round
 from hf_specgen.errors import warn
@@ -161,6 +166,15 @@ class AcceptanceStats:
     def seconds(self) -> float:
         """Return the wall time of the whole call inside the loop."""
         return self.prefill_seconds + self.draft_seconds + self.verify_seconds + self.other_seconds
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
+        """Become plain numbers in a file of ``torch.save``, which the default ``torch.load`` and any process reads.
+
+        It pickles with protocol 2; others (copies, other processes) keep the object.
+        """
+        if index(protocol) > _FILE_PROTOCOL:
+            return super().__reduce_ex__(protocol)
+        return OrderedDict, (), None, None, iter(self.to_dict().items())
 
     def to_dict(self) -> dict[str, object]:
         """Return plain numbers, ready for JSON."""

@@ -57,7 +57,7 @@ class StockCandidates(CandidateGenerator):
         self.stats = AcceptanceStats(drafter.title, "stock", rows=[RowStats()])
         self.taps, self.shown = Taps(model), dict[int, Tensor]()
         vocab_size = logits_width(model)
-        warp = Warp(processors, 1)
+        warp = Warp(processors, 1, may_keep_state=False)  # stock asks the same objects about every draft
         warp.check(input_ids, vocab_size)
         device = input_device(model)
         if config.do_sample and drafter.draws:

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from itertools import chain
-from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,13 +13,16 @@ from transformers import (
     LogitsProcessor,
     MinPLogitsWarper,
     PrefixConstrainedLogitsProcessor,
+    StoppingCriteria,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
 from hf_specgen import ops
-from hf_specgen.errors import SpecGenError
+from hf_specgen.criteria import criterion_refusal
+from hf_specgen.replay import Branch, Replay, Visit, label, refusal
+from hf_specgen.state import common_parts
 
 _SCORES_ONLY = frozenset(
     {
@@ -83,15 +82,21 @@ class Truncation(NamedTuple):
 class Warp:
     """Apply processors to a flat list of logits rows: score-only ones in one call, others row by row.
 
-    ``steps`` are the processors with those warpers that one kernel does together made one step.
-    Raises: ``SpecGenError`` naming the first processor that keeps state between calls, which a draft cannot replay.
+    ``steps`` are the processors with those warpers that one kernel does together made one step. Processors of the
+    user's own, and functions of his inside transformers' processors, are called through ``replay``, which gives every
+    row and drafted text copies with a past of their own; ``may_keep_state=False`` refuses those that need it.
+    Raises: ``SpecGenError`` naming the first processor that a draft cannot replay.
     """
 
-    def __init__(self, processors: Iterable[LogitsProcessor], rows: int) -> None:
+    def __init__(self, processors: Iterable[LogitsProcessor], rows: int, may_keep_state: bool = True) -> None:
         self.processors = list(processors)
         self.steps = _joined(self.processors)
         self.rows = rows
         self.needs_prefix = any(_name(processor) not in _SCORES_ONLY for processor in self.processors)
+        users = [processor for processor in self.processors if _is_users(processor)]
+        self._place_of = {id(processor): place for place, processor in enumerate(users)}
+        self.replay = Replay(users, rows, may_keep_state) if users else None
+        self._moved_on_trial = False
 
     @property
     def truncation(self) -> Truncation | None:
@@ -104,20 +109,74 @@ class Warp:
     @property
     def takes_any_text(self) -> bool:
         """Tell whether no processor calls the user's code, which may refuse texts that the target would not write."""
-        return all(
-            _name(processor) in _REPLAYABLE and type(processor) is not PrefixConstrainedLogitsProcessor
-            for processor in self.processors
-        )
+        return self.replay is None
 
-    def check(self, ids: Tensor, vocab_size: int) -> None:
-        """Refuse processors that keep state, by trying copies of unknown ones on the prompt ``ids (B, L)``."""
+    def check(self, ids: Tensor, vocab_size: int, ends: Collection[int] = (), steps: int = 6) -> None:
+        """Refuse what cannot be replayed, by trying copies on the prompt ``ids (B, L)`` and texts they allow behind it.
+
+        No such text goes beyond ``steps`` tokens or one of ``ends``: plain decoding might not ask about it.
+        Raises: ``SpecGenError`` naming the processor.
+        """
         for processor in self.processors:
-            name = _name(processor)
-            if name in _REPLAYABLE:
-                continue
-            if type(processor).__module__.startswith("transformers."):
-                raise _stateful(processor, "it keeps state, runs a model, or works on fixed batches of its own")
-            _probe(processor, ids, vocab_size)
+            if not _is_users(processor) and _name(processor) not in _REPLAYABLE:
+                raise refusal(processor, "it keeps state, runs a model, or works on fixed batches of its own")
+        if self.replay is None:
+            return
+        walks = (ids, vocab_size, ends, min(steps, 6))
+        trial = self._tried(self.replay, *walks)
+        if trial.tables_moved:
+            self.replay.share_nothing()
+            trial = self._tried(self.replay, *walks)
+        self._moved_on_trial = trial.moves
+
+    def _tried(self, replay: Replay, ids: Tensor, vocab_size: int, ends: Collection[int], steps: int) -> Replay:
+        """Try copies of the user's processors, twice on the same texts and once between on others.
+
+        Raises: ``SpecGenError`` naming a processor that is not the same the second time.
+        """
+        trial = copy.copy(self)
+        trial.replay = replay.trial()
+        places = replay.state.place_marks(tables_too=True)
+        said, _, again = (_walk(trial, trial.replay, ids, vocab_size, ends, steps, seed) for seed in (1, 2, 1))
+        replay.check_places(places, replay.state.place_marks(tables_too=True))
+        if trial.replay.tables_moved:
+            return trial.replay
+        for first, second in zip(said, again, strict=False):
+            for called, repeated in zip(first.calls, second.calls, strict=False):
+                if not _same(called.returned, repeated.returned):
+                    reason = "other scores come back for the same text, so they depend on more than a copy of it keeps"
+                    raise refusal(replay.processors[called.place], reason)
+        return trial.replay
+
+    def check_apart(self, criteria: Sequence[StoppingCriteria]) -> None:
+        """Refuse criteria of a batch that hold what processors were seen to change: rows have copies of both.
+
+        Raises: ``SpecGenError`` naming both.
+        """
+        if self.replay is None or self.rows == 1 or not self._moved_on_trial:
+            return
+        users = self.replay.processors
+        for criterion in criteria:
+            for part in common_parts([criterion], users):
+                reason = (
+                    f"it holds a {type(part).__name__} that {label(users)} may write to, and rows have copies of both"
+                )
+                raise criterion_refusal(criterion, self.rows, reason)
+
+    def begin(self, width: int) -> None:
+        """Start every row at a prompt of ``width`` tokens."""
+        if self.replay is not None:
+            self.replay.begin(width)
+
+    def keep(self, row: int, token: int) -> None:
+        """Note a token that a row has kept. Raises: what a processor of the user's raised when asked for it."""
+        if self.replay is not None:
+            self.replay.keep(row, token, partial(self._one, row=row))
+
+    def finish(self) -> None:
+        """Refuse, at the end, processors that wrote where no copy could. Raises: ``SpecGenError``."""
+        if self.replay is not None:
+            self.replay.check_tables()
 
     def __call__(self, logits: Tensor, batch_rows: Tensor, prefix: Prefix) -> Tensor:
         """Return processed float32 logits ``(R, V)``; ``batch_rows (R,)`` names the batch row of each."""
@@ -126,19 +185,33 @@ class Warp:
         scores = logits if copies else logits.to(torch.float32, copy=True)
         owners = batch_rows.tolist() if self.needs_prefix else []
         ids = [prefix(place) for place in range(len(owners))]
+        branches: list[Branch | None] = [None] * len(owners)
+        if self.replay is not None:
+            branches = self.replay.branches(owners, ids)
         for processor in steps:
             if isinstance(processor, Truncation):
                 scores = ops.truncate(scores, *processor)
             elif _name(processor) in _SCORES_ONLY:
                 scores = processor(batch_rows[:, None], scores)
             else:
-                parts = zip(owners, ids, scores.split(1), strict=True)
-                scores = torch.cat([self._one(processor, text, part, row) for row, text, part in parts])
+                parts = zip(owners, ids, branches, scores.split(1), strict=True)
+                scores = torch.cat([self._asked(processor, *part) for part in parts])
+        if self.replay is not None:
+            self.replay.end(owners, branches)
         return scores
 
-    def _one(self, processor: LogitsProcessor, ids: Tensor | None, scores: Tensor, row: int) -> Tensor:
+    def _asked(
+        self, processor: LogitsProcessor, row: int, ids: Tensor | None, branch: Branch | None, scores: Tensor
+    ) -> Tensor:
+        """Ask a processor about one row of logits; one of the user's is asked on the branch of its text."""
         if ids is None:
             return scores
+        place = self._place_of.get(id(processor))
+        if branch is None or place is None:
+            return self._one(processor, ids, scores, row)
+        return branch.call(place, scores, partial(self._one, row=row))
+
+    def _one(self, processor: LogitsProcessor, ids: Tensor, scores: Tensor, row: int) -> Tensor:
         name = _name(processor)
         if self.rows == 1 or name in _PREFIX_ONLY:
             return processor(ids, scores)
@@ -202,101 +275,42 @@ def _name(processor: LogitsProcessor) -> str:
     return kind.__name__ if kind.__module__.startswith("transformers.") else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _stateful(processor: LogitsProcessor, reason: str) -> SpecGenError:
-    return SpecGenError(
-        f"logits processor {_label(processor)} cannot be replayed on draft tokens: {reason}. Required: scores that "
-        "depend on (input_ids, scores) alone, without state that changes from call to call. Use plain generate() with "
-        "it, or make it compute its state from input_ids."
+def _is_users(processor: LogitsProcessor) -> bool:
+    """Tell whether calling a processor runs code of the user's."""
+    return type(processor) is PrefixConstrainedLogitsProcessor or not type(processor).__module__.startswith(
+        "transformers."
     )
 
 
-def _label(processor: Any) -> str:
-    """Return what the user calls a processor."""
-    if isinstance(processor, MethodType):
-        return f"{type(processor.__self__).__name__}.{processor.__name__}"
-    return processor.__name__ if isinstance(processor, FunctionType) else type(processor).__name__
+def _walk(
+    warp: Warp, replay: Replay, ids: Tensor, vocab_size: int, ends: Collection[int], steps: int, seed: int
+) -> list[Visit]:
+    """Write some tokens that the processors allow behind a batch's first and last prompt; return what was asked.
+
+    The walk ends before a text that none could write: where no token is left, where only an end is, where one raised.
+    """
+    dice = torch.Generator().manual_seed(seed)
+    logits = torch.randn(vocab_size, generator=dice)
+    rows = sorted({0, len(ids) - 1})
+    owners = torch.tensor(rows, device=ids.device)
+    texts = [ids[row : row + 1] for row in rows]
+    warp.begin(ids.shape[1])
+    found: list[Visit] = []
+    written: list[tuple[int, ...]] = [()] * len(rows)
+    for step in range(steps):
+        given = torch.stack([logits.roll(7 * step + row) for row in rows]).to(ids.device)
+        scores = warp(given, owners, texts.__getitem__).cpu()
+        visits = [replay.visit(row, text) for row, text in zip(rows, written, strict=True)]
+        found += visits
+        chances = torch.rand(scores.shape, generator=dice).masked_fill(~(scores > -torch.inf), -1.0)
+        chances[:, [end for end in ends if end < vocab_size]] = -1.0
+        best, tokens = chances.max(-1)
+        if any(visit.error is not None for visit in visits) or bool((best < 0).any()):
+            break
+        texts = [torch.cat([text, token.view(1, 1).to(text)], 1) for text, token in zip(texts, tokens, strict=True)]
+        written = [(*text, int(token)) for text, token in zip(written, tokens, strict=True)]
+    return found
 
 
-def _probe(processor: LogitsProcessor, ids: Tensor, vocab_size: int) -> None:
-    """Try copies of an unknown processor on the prompt and on drafts; state or scores that move betray it."""
-    try:
-        trial = _copied(processor)
-    except Exception as error:
-        raise _stateful(processor, f"it cannot be copied to find out whether it keeps state ({error})") from error
-    scores = torch.linspace(-1.0, 1.0, vocab_size, device=ids.device).repeat(len(ids), 1)
-    trial(ids, scores.clone())  # the first call may prepare tables
-    second = trial(ids, scores.clone())
-    before = _snapshot(trial, {})
-    third = trial(ids, scores.clone())
-    if not torch.equal(second, third):
-        raise _stateful(processor, "the same prompt gave other scores at the next call")
-    if before != _snapshot(trial, {}):
-        raise _stateful(processor, "its attributes change from call to call")
-    if not torch.equal(_last_scores(processor, ids, scores, (1, 1)), _last_scores(processor, ids, scores, ())):
-        raise _stateful(processor, "its scores depend on the texts it was called with before")
-
-
-def _last_scores(processor: Any, ids: Tensor, scores: Tensor, detour: tuple[int, ...]) -> Tensor:
-    """Return what a fresh copy says of the prompt and one token, after it has seen the prompt and a rejected draft."""
-    trial = _copied(processor)
-    trial(ids, scores.clone())
-    for length in range(1, len(detour) + 1):
-        drafted = ids.new_tensor(detour[:length]).expand(len(ids), -1)
-        trial(torch.cat([ids, drafted], 1), scores.clone())
-    return trial(torch.cat([ids, torch.zeros_like(ids[:, :1])], 1), scores.clone())
-
-
-def _copied(processor: Any) -> Any:
-    """Copy a processor deeply; a function with the variables it closes over, which deepcopy would share."""
-    if not isinstance(processor, FunctionType):
-        return copy.deepcopy(processor)
-    cells = tuple(CellType(copy.deepcopy(cell.cell_contents)) for cell in processor.__closure__ or ())
-    defaults = copy.deepcopy(processor.__defaults__)
-    trial = FunctionType(processor.__code__, processor.__globals__, processor.__name__, defaults, cells)
-    trial.__kwdefaults__ = copy.deepcopy(processor.__kwdefaults__)
-    trial.__dict__.update(copy.deepcopy(processor.__dict__))
-    return trial
-
-
-def _snapshot(value: Any, seen: dict[int, Any]) -> Any:
-    """Return plain data that differs once anything that ``value`` holds has changed; ``seen`` stops at cycles."""
-    if isinstance(value, int | str | bytes | None | type | ModuleType):
-        return value
-    if isinstance(value, float | complex):
-        return repr(value)
-    if id(value) in seen:
-        return type(value)
-    seen[id(value)] = value
-    if isinstance(value, Tensor):
-        flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return tuple(value.shape), value.dtype, hash(flat.numpy().tobytes())
-    if isinstance(value, dict):
-        return {key: _snapshot(item, seen) for key, item in value.items()}
-    if isinstance(value, list | tuple | deque):
-        return [_snapshot(item, seen) for item in value]
-    if isinstance(value, set | frozenset):
-        return frozenset(value)
-    return type(value), [_snapshot(part, seen) for part in _parts(value)]
-
-
-def _parts(value: Any) -> list[Any]:
-    """Return all that an object keeps: attributes, slots, closed-over variables, the state of built-in types."""
-    if isinstance(value, FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        return [cells, value.__defaults__, value.__kwdefaults__, value.__dict__]
-    if isinstance(value, MethodType):
-        return [value.__self__]
-    if isinstance(value, partial):
-        return [value.func, value.args, value.keywords]
-    parts: list[Any] = []
-    try:
-        parts.append(vars(value))
-    except TypeError:  # no attributes of its own: what pickle would keep, if it can
-        with suppress(Exception):
-            parts += [list(part) if isinstance(part, Iterator) else part for part in value.__reduce_ex__(2)[1:]]
-    members = [vars(kind).values() for kind in type(value).__mro__ if "__slots__" in vars(kind)]
-    for member in chain.from_iterable(members):
-        if isinstance(member, MemberDescriptorType):
-            with suppress(AttributeError):
-                parts.append(member.__get__(value, type(value)))
-    return parts
+def _same(scores: Tensor, others: Tensor) -> bool:
+    return torch.allclose(scores, others, rtol=0.0, atol=0.0, equal_nan=True)

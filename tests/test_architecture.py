@@ -24,7 +24,7 @@ CODE = (*PACKAGE, "tests/", "examples/")
 
 # Left imports nothing from the right; on one level too. `__init__` is the package's public face.
 ORDER = """kernels < errors, models, chats, draft, stats, costs, facts, drafter_config < ops < coins
-< fused, lossy, layer_kinds, taps
+< fused, lossy, layer_kinds, taps, state < replay, criteria
 < warp, cache, attention, forward, verify, sequences, packing, formats, files, hub, card
 < target < makeup, thresholds < selfcheck, requests, outputs < drafters < loading < generate, entry, stock
 < trainers < __init__ < bench < cli"""

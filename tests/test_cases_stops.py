@@ -10,6 +10,7 @@ from tiny import drafter_of, letters, ours, plain, prompts, texts_of, tiny, with
 from transformers import StoppingCriteria
 
 from hf_specgen import SpecGenError, SpeculativeDecoding, disable, enable
+from hf_specgen.criteria import Criteria
 
 ROWS = [5, 17, 11, 24]
 GREEDY = ("lookup", "branches", "small", "tree")
@@ -123,7 +124,7 @@ def test_c03c_a_criterion_on_the_length(kind: str, target, twelve: torch.Tensor,
 
 
 @pytest.mark.parametrize("kind", with_learned(GREEDY))
-def test_c03_criteria_in_a_batch(kind: str, target) -> None:
+def test_c03_criteria_in_a_batch(kind: str, target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows stop on their own; each row's prefixes are the padded rows that plain decoding shows."""
     ids, mask = prompts(ROWS)
     free = plain(target, ids, mask)
@@ -135,13 +136,23 @@ def test_c03_criteria_in_a_batch(kind: str, target) -> None:
     }  # plain decoding pads stopped rows only where an EOS is known
     expected = plain(target, ids, mask, stopping_criteria=[Recorder(lambda row: int(row[-1]) in stops)], **settings)
     watch, criterion = drafter_of(kind, target, texts_of(free, mask)), Recorder(lambda row: int(row[-1]) in stops)
-    result = ours(target, watch, ids, mask, stopping_criteria=[criterion], **settings)
+    asked: list[list[tuple[int, ...]]] = [[], [], [], []]
+    genuine = Criteria.meets
+
+    def meets(self: Criteria, row: int, prefix: torch.Tensor, scores) -> bool:
+        asked[row] += [tuple(prefix[0].tolist())]
+        return genuine(self, row, prefix, scores)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Criteria, "meets", meets)
+        result = ours(target, watch, ids, mask, stopping_criteria=[criterion], **settings)
     assert torch.equal(result, expected)
+    assert not criterion.seen, "every row has a copy"
     without_eos = ours(target, watch, ids, mask, stopping_criteria=[Recorder(lambda row: int(row[-1]) in stops)])
     assert torch.equal(without_eos, expected)
     assert watch.longest >= 2
     for row in range(4):
-        shown = [prefix for prefix in criterion.seen if prefix[:24] == tuple(ids[row].tolist())]
+        shown = asked[row]
         assert shown == [tuple(result[row, :end].tolist()) for end in range(25, 25 + len(shown))]
         assert int(result[row, 24 + len(shown) - 1]) in stops or len(shown) == 32
 
@@ -189,11 +200,11 @@ def test_c03_a_criterion_that_is_never_asked_would_be_seen(
     genuine = Sequences._extend
 
     def once(self: Sequences, row: int, tokens: list[int]) -> int:
-        criteria, asked = self.stops.others, len(self.tokens[row])
-        object.__setattr__(self.stops, "others", ())
+        criteria, asked = self._criteria, len(self.tokens[row])
+        self._criteria = Criteria((), 1)
         count = genuine(self, row, tokens)
-        object.__setattr__(self.stops, "others", criteria)
-        self.finished[row] |= any(bool(criterion(self.prefix(row), None).any()) for criterion in criteria)
+        self._criteria = criteria
+        self.finished[row] |= criteria.meets(row, self.prefix(row), None)
         return count if asked else 0
 
     expected = plain(target, twelve, max_new_tokens=40, stopping_criteria=[Recorder(lambda row: len(row) >= 25)])

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast, StoppingCriteria, StoppingCrit
 from transformers.generation import stopping_criteria as hf_stops
 
 from hf_specgen import PromptLookup, SmallModel, SpeculativeDecoding, disable, enable
+from hf_specgen.criteria import Criteria
 from hf_specgen.outputs import OutputLog
 
 ONE, FOUR = [12], [9, 4, 12, 7]
@@ -223,7 +224,7 @@ def test_a_criterion_sees_every_prefix_once_in_order(place: int | None, with_sco
         assert left is None or all(close(a, b) for a, b in zip(left, right, strict=True))
 
 
-def test_criteria_in_a_batch_stop_their_own_row() -> None:
+def test_criteria_in_a_batch_stop_their_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny()
     ids, mask = prompts(FOUR)
     free = plain(model, ids, mask)
@@ -231,15 +232,23 @@ def test_criteria_in_a_batch_stop_their_own_row() -> None:
     absent = min(set(range(64)) - set(free.flatten().tolist()))  # with an EOS finished rows are padded
     wanted = plain(model, ids, mask, eos_token_id=absent, stopping_criteria=StoppingCriteriaList([Recorder(stop)]))
     watch, mine = drafter_of("tree", model, texts_of(free, mask)), Recorder(stop)
+    asked: list[list[list[int]]] = [[], [], [], []]
+    genuine = Criteria.meets
+
+    def meets(self: Criteria, row: int, prefix: torch.Tensor, scores) -> bool:
+        asked[row].append(prefix[0].tolist())
+        return genuine(self, row, prefix, scores)
+
+    monkeypatch.setattr(Criteria, "meets", meets)
     found = ours(model, watch, ids, mask, eos_token_id=absent, stopping_criteria=StoppingCriteriaList([mine]))
     assert_ran(watch, "tree")
     assert torch.equal(found, wanted)
     ends = ends_of(wanted, ids.shape[1], stop)
     assert min(ends) < max(ends)
+    assert not mine.seen, "every row has a copy"
     for row, end in enumerate(ends):
         text = wanted[row].tolist()
-        seen = [prefix[0] for prefix in mine.seen if prefix[0][: ids.shape[1]] == ids[row].tolist()]
-        assert seen == [text[: ids.shape[1] + count] for count in range(1, end + 1)]
+        assert asked[row] == [text[: ids.shape[1] + count] for count in range(1, end + 1)]
 
 
 def test_max_time_is_asked_after_every_token(monkeypatch: pytest.MonkeyPatch) -> None:

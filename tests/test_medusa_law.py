@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import pytest
 import torch
 from law import enumerate_law, p_value
@@ -14,6 +12,7 @@ from transformers import LogitsProcessorList
 from hf_specgen import DenseQ, SpeculativeDecoding
 from hf_specgen.drafters import medusa
 from hf_specgen.drafters.trees import ABSENT
+from hf_specgen.warp import Warp
 
 ENOUGH, NEW = 1e-4, 3
 TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
@@ -166,12 +165,9 @@ def test_a_head_may_know_none_of_the_tokens_that_are_allowed(tree, rule: str, si
 
 
 class Memory:
-    """Ban the second newest token of the text that it is shown; the class keeps all texts that were shown."""
-
-    seen: ClassVar[list[list[int]]] = []
+    """Ban the second newest token of the text that it is shown."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        Memory.seen.extend(input_ids.tolist())
         scores = scores.clone()
         scores.scatter_(1, input_ids[:, -2:-1], float("-inf"))
         return scores
@@ -179,15 +175,25 @@ class Memory:
 
 @pytest.mark.parametrize("tree", ["chain", TREE], ids=str)
 @pytest.mark.parametrize("sample", [True, False])
-def test_processors_with_a_memory_see_the_drafted_prefix(tree, sample: bool, six) -> None:
+def test_processors_with_a_memory_see_the_drafted_prefix(
+    tree, sample: bool, six, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every node's q is the head's law under its own prefix; end-of-text tokens end what processors are shown."""
-    Memory.seen.clear()
+    seen: list[list[int]] = []
+    genuine = Warp._one
+
+    def shown_to(self: Warp, processor, ids: torch.Tensor, scores: torch.Tensor, row: int) -> torch.Tensor:
+        if isinstance(processor, Memory):
+            seen.extend(ids.tolist())
+        return genuine(self, processor, ids, scores, row)
+
+    monkeypatch.setattr(Warp, "_one", shown_to)
     drafter = heads_for(six, tree=tree, sample=sample)
     watch = Watch(drafter)
     ids, mask = prompts([4, 7, 5, 6, 7, 7], vocab=6)
     settings = {"do_sample": True, "seed": 3, "max_new_tokens": 24, "eos_token_id": 5, "top_k": 0}
     text = ours(six, watch, ids, mask, logits_processor=LogitsProcessorList([Memory()]), **settings)
-    assert not any(5 in shown[7:] for shown in Memory.seen)
+    assert len(seen) > 50 and not any(5 in shown[7:] for shown in seen)
     again = ours(six, None, ids, mask, logits_processor=LogitsProcessorList([Memory()]), **settings)
     assert sample or torch.equal(text, again)
     assert watch.longest >= 1

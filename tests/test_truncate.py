@@ -258,7 +258,7 @@ def test_only_what_the_kernel_does_is_joined() -> None:
     for processors, steps in expected.items():
         assert Warp(processors, 1).steps == steps
         logits = torch.randn(3, 64)
-        made = Warp(processors, 1)(logits, torch.arange(3), lambda place: torch.zeros(1, 1, dtype=torch.long))
+        made = Warp(processors, 3)(logits, torch.arange(3), lambda place: torch.zeros(1, 1, dtype=torch.long))
         assert torch.equal(made, LogitsProcessorList(processors)(torch.zeros(3, 1, dtype=torch.long), logits))
 
 

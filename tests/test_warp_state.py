@@ -1,4 +1,4 @@
-"""Processors that keep state between calls: found on a copy and refused by name, wherever the state hides."""
+"""Processors that keep state between calls: drafts are asked about on copies, wherever the state hides."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from functools import partial
 
 import pytest
 import torch
+from tiny import tiny
 from transformers import LogitsProcessor
 from transformers.generation import logits_process as hf
 
-from hf_specgen import SpecGenError
+from hf_specgen import PromptLookup, SpecGenError, stock_candidates
+from hf_specgen.state import State
 from hf_specgen.warp import Warp
 
 VOCAB = 64
@@ -136,8 +138,6 @@ STATEFUL = {
     "nested": lambda: Nested(Counter()),
     "nested slots": lambda: Nested(Slots()),
     "nested closure": lambda: Nested(counting_closure()),
-    "random": Fading,
-    "uncopyable": Uncopyable,
     "closure": counting_closure,
     "closure over a list": remembering_closure,
     "method": lambda: Counter().__call__,
@@ -145,14 +145,73 @@ STATEFUL = {
 }
 
 
+IDS = torch.ones(1, 4, dtype=torch.long)
+
+
+def asked(warp: Warp, *drafted: int) -> None:
+    text = torch.cat([IDS, torch.tensor([[*drafted]], dtype=torch.long)], 1)
+    warp(torch.zeros(1, VOCAB), torch.zeros(1, dtype=torch.long), lambda _: text)
+
+
 @pytest.mark.parametrize("name", STATEFUL)
-def test_processors_that_keep_state_are_refused_and_left_alone(name: str) -> None:
-    processor = STATEFUL[name]()
-    ids = torch.ones(2, 4, dtype=torch.long)
+def test_the_users_object_sees_the_kept_text_alone(name: str) -> None:
+    """It ends as if it had been called on that text's beginnings, each once: not on the trial, not on drafts."""
+    mine, theirs = STATEFUL[name](), STATEFUL[name]()
+    state = State([mine])
+    fresh = state.mark([mine])
+    warp = Warp([hf.TemperatureLogitsWarper(0.5), mine], 1)
+    warp.check(IDS, VOCAB)
+    warp.begin(4)
+    asked(warp)
+    asked(warp, 7)
+    asked(warp, 7, 8)
+    asked(warp, 9)
+    assert state.mark([mine]) == fresh
+    warp.keep(0, 7)
+    warp.keep(0, 9)
+    for text in ([1, 1, 1, 1], [1, 1, 1, 1, 7]):
+        theirs(torch.tensor([text]), torch.zeros(1, VOCAB))
+    assert state.mark([mine]) == state.mark([theirs]) != fresh
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_loops_that_ask_one_object_about_drafts_refuse_them(name: str) -> None:
     named = {"closure": "process", "closure over a list": "process", "method": "Counter.__call__"}
-    label = named.get(name, type(processor).__name__)
-    with pytest.raises(SpecGenError, match=f"{label} cannot be replayed"):
-        Warp([hf.TemperatureLogitsWarper(0.5), processor], 2).check(ids, VOCAB)
-    calls = {"counter": lambda: processor.calls, "slots": lambda: processor.calls}
-    lists = {"list": lambda: processor.kept, "closure over a list": lambda: processor.__closure__[0].cell_contents}
-    assert not {**calls, **lists}.get(name, list)(), "the probe must work on a copy"
+    processor = STATEFUL[name]()
+    with pytest.raises(SpecGenError, match=f"{named.get(name, type(processor).__name__)}.*cannot be replayed"):
+        Warp([hf.TemperatureLogitsWarper(0.5), processor], 1, may_keep_state=False).check(IDS, VOCAB)
+
+
+def test_transformers_own_loop_with_a_drafter_refuses_state() -> None:
+    model = tiny()
+    with stock_candidates(model, PromptLookup(3)), pytest.raises(SpecGenError, match="Counter cannot be replayed"):
+        model.generate(IDS, logits_processor=[Counter()], max_new_tokens=8, do_sample=False)
+
+
+@pytest.mark.parametrize(("kind", "words"), [(Fading, "other scores"), (Uncopyable, "cannot be copied")])
+def test_what_cannot_be_replayed_is_refused(kind: type, words: str) -> None:
+    with pytest.raises(SpecGenError, match=f"{kind.__name__} cannot be replayed.*{words}"):
+        Warp([kind()], 2).check(IDS.expand(2, -1), VOCAB)
+
+
+def test_a_text_is_never_asked_about_before_its_beginning() -> None:
+    warp = Warp([Counter()], 1)
+    warp.begin(4)
+    asked(warp)
+    with pytest.raises(RuntimeError, match="before its beginning"):
+        asked(warp, 7, 8)
+
+
+def test_what_a_processor_raises_counts_once_its_text_is_kept() -> None:
+    def process(input_ids, scores):
+        if input_ids[0, -1] == 7:
+            raise KeyError("unknown text")
+        return scores
+
+    warp = Warp([process], 1)
+    warp.begin(4)
+    asked(warp)
+    asked(warp, 7)
+    warp.keep(0, 7)
+    with pytest.raises(KeyError, match="unknown text"):
+        warp.keep(0, 9)

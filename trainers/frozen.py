@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from hf_specgen.drafters.unrolling import places
 from hf_specgen.errors import IncompatibleDrafter, UnsupportedTarget
-from hf_specgen.facts import whole
+from hf_specgen.facts import holds_numbers, whole
 from hf_specgen.models import driven
 from hf_specgen.taps import FINAL, Taps
 
@@ -59,7 +59,13 @@ class FrozenTarget:
     def head(self) -> Tensor:
         """Return ``(V, D)`` whose product with the last hidden state is the logits; its scale is the model's own."""
         if self._head is None:
-            self._head = whole(self.model.get_output_embeddings().weight).to(self.device)
+            weight = self.model.get_output_embeddings().weight
+            if not holds_numbers(weight):
+                raise UnsupportedTarget(
+                    f"the target's head holds no plain floats ({type(weight).__name__}, {weight.dtype}): training "
+                    "reads it as a matrix. Load the target with an unquantised head."
+                )
+            self._head = whole(weight).to(self.device)
         return self._head
 
     @torch.no_grad()

@@ -20,7 +20,7 @@ from hf_specgen.drafters.layers import DraftLayer, PairLayer
 from hf_specgen.drafters.learned import LearnedDrafter
 from hf_specgen.drafters.medusa import MedusaDrafter
 from hf_specgen.errors import SpecGenError, UnsupportedTarget
-from hf_specgen.facts import TargetFacts, logits_width, whole
+from hf_specgen.facts import TargetFacts, holds_numbers, logits_width, whole
 from hf_specgen.loading import drafter_class
 from hf_specgen.models import bare
 from hf_specgen.taps import decoder_layers
@@ -119,14 +119,14 @@ def warm_start(drafter: LearnedDrafter, target: PreTrainedModel) -> Notes:
         _fill(drafter.get_parameter("norm.weight"), scale)
         notes.append("its final norm")
     known, head = covered(drafter), target.get_output_embeddings()
-    if "lm_head" in modules and head is not None and head.weight.is_floating_point():
+    if "lm_head" in modules and head is not None and holds_numbers(head.weight):
         rows = whole(head.weight)
         size = drafter.config.draft_vocab_size  # a padded head has more rows than there are ids
         _fill(drafter.get_parameter("lm_head.weight"), rows[:size] if known is None else rows[known.to(rows.device)])
         notes.append("its head" if known is None else f"{len(known)} rows of its head")
-    if "embed_tokens" in modules:
-        embedding = whole(target.get_input_embeddings().weight)
-        _fill(drafter.get_parameter("embed_tokens.weight"), embedding[: drafter.config.vocab_size])
+    embedding = target.get_input_embeddings().weight
+    if "embed_tokens" in modules and holds_numbers(embedding):
+        _fill(drafter.get_parameter("embed_tokens.weight"), whole(embedding)[: drafter.config.vocab_size])
         notes.append("its embedding")
     return notes
 
@@ -216,7 +216,7 @@ def _why_not(layer: nn.Module) -> str:
     weights = [module._parameters.get("weight") if isinstance(module, nn.Linear) else None for module in linear]
     if any(weight is None for weight in weights) or set(attention) - {*_ATTENTION, "q_norm", "k_norm", "rotary_emb"}:
         return "the target's attention or MLP is built otherwise"
-    if not all(weight is not None and weight.is_floating_point() for weight in weights):
+    if not all(weight is not None and holds_numbers(weight) for weight in weights):
         return "the target's weights are quantised"
     if any(norm_scale(layer.get_submodule(name)) is None for name in ("input_layernorm", "post_attention_layernorm")):
         return "the target's norms are of another kind"

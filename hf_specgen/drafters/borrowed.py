@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hf_specgen.errors import IncompatibleDrafter
-from hf_specgen.facts import TargetFacts, whole
+from hf_specgen.facts import TargetFacts, holds_numbers, whole
 from hf_specgen.models import gives_each_row_its_adapter
 
 _CLOSE = 0.02  # of the largest logit: two kernels of one matrix differ by less, also in bfloat16
@@ -37,7 +37,7 @@ class HeadRows:
         """Gather rows of a head. Raises: ``IncompatibleDrafter`` for a head that is more than a matrix and a bias."""
         parameters = dict(head.named_parameters())
         source, bias = parameters.get("weight"), parameters.get("bias")
-        plain = source is not None and source.dim() == 2 and source.is_floating_point() and not source.is_meta
+        plain = source is not None and source.dim() == 2 and holds_numbers(source)
         if plain and source is not None:
             places = ids.to(source.device)
             weight = whole(source.detach())[places]

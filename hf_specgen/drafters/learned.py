@@ -25,7 +25,7 @@ from hf_specgen.drafters.base import Drafter, missing
 from hf_specgen.drafters.borrowed import TargetParts
 from hf_specgen.drafters.trees import StaticShape, parse_shape
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError, reason_of
-from hf_specgen.facts import TargetFacts
+from hf_specgen.facts import TargetFacts, holds_numbers
 from hf_specgen.files import hub_errors
 from hf_specgen.formats.base import Checkpoint, ReadOptions, layout_named
 from hf_specgen.formats.shortlist import shortened
@@ -376,7 +376,7 @@ def borrow_embedding(found: Checkpoint, weight: Tensor) -> Checkpoint:
 
 def same_rows(own: Tensor, weight: Tensor) -> bool:
     """Tell whether two embeddings are equal once the finer one is rounded to the other's dtype."""
-    if own.shape != weight.shape or weight.is_meta:
+    if own.shape != weight.shape or not holds_numbers(weight):
         return False
     for start in range(0, len(own), _ROWS):
         left, right = own[start : start + _ROWS], weight[start : start + _ROWS].to(own.device)

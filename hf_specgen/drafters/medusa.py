@@ -16,12 +16,13 @@ from hf_specgen.costs import Rate
 from hf_specgen.draft import DenseQ, Draft, Round, Tree, spread
 from hf_specgen.drafter_config import DrafterConfig
 from hf_specgen.drafters.base import DraftLength, Pace, fit_width, no_numbers, warn_shallow
+from hf_specgen.drafters.borrowed import TargetParts
 from hf_specgen.drafters.growing import check_confidence, check_drawn, check_shape
 from hf_specgen.drafters.learned import LearnedDrafter, Objective, TrainingOutput
 from hf_specgen.drafters.trees import ABSENT, DynamicShape, Growth, Shape, StaticShape, depth_of, parse_shape, top
 from hf_specgen.drafters.unrolling import Lesson, chosen, told, weighted
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError
-from hf_specgen.facts import TOKEN_OVERHEAD, TargetFacts, logits_width, other_layers, whole
+from hf_specgen.facts import TOKEN_OVERHEAD, TargetFacts, holds_numbers, logits_width, other_layers, whole
 from hf_specgen.models import bare, input_device
 from hf_specgen.sequences import Sequences
 from hf_specgen.taps import FINAL
@@ -92,11 +93,9 @@ class MedusaDrafter(LearnedDrafter):
         sizes |= {"draft_vocab_size": len(known), "num_heads": num_heads}
         drafter = cls(DrafterConfig(cls.method, **{**sizes, **settings})).to(input_device(target))
         drafter.attach(target)
-        weight = whole(drafter.parts.head.get_parameter("weight").detach())[known.to(input_device(target))]
-        weight = weight * drafter.parts.scale
         with torch.no_grad():
             for name, parameter in drafter.named_parameters():
-                parameter.zero_() if ".linear." in name else parameter.copy_(weight)
+                parameter.zero_() if ".linear." in name else parameter.copy_(_head_rows(drafter.parts, known))
             for offsets in drafter.buffers():
                 offsets.copy_(known - torch.arange(len(known)))
         return drafter
@@ -425,6 +424,17 @@ class _Session:
 
     def _spread(self, part: Tensor, owners: Tensor, rows: int) -> Tensor:
         return part if len(part) == rows else spread(part, owners, rows)
+
+
+def _head_rows(parts: TargetParts, ids: Tensor) -> Tensor:
+    """Return rows of a target's head, with its factor. Raises: ``IncompatibleDrafter`` where it holds no floats."""
+    head = parts.head.get_parameter("weight")
+    if not holds_numbers(head):
+        raise IncompatibleDrafter(
+            f"the heads begin as copies of the target's, which holds no plain floats ({type(head).__name__}, "
+            f"{head.dtype}): an unquantised head is required. Load the target unquantised, or pass own_head=False."
+        )
+    return whole(head.detach())[ids.to(head.device)] * parts.scale
 
 
 def _way(shape: StaticShape, node: int) -> list[int]:

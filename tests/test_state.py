@@ -1,0 +1,197 @@
+"""What the user's objects keep: marks that move with it, copies that have their own."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, defaultdict
+from functools import partial
+
+import pytest
+import torch
+from tiny import letters, tiny
+
+from hf_specgen.state import State
+
+
+class Box:
+    def __init__(self, **kept: object) -> None:
+        vars(self).update(kept)
+
+    def grow(self) -> None:
+        self.number += 1
+
+
+class Items(list):
+    """Keep a number beside the items."""
+
+    number = 0
+
+
+def pointing() -> Box:
+    nodes = [{}, {}]
+    return Box(nodes=nodes, at=nodes[0])
+
+
+def loop_of_functions():
+    kept = {"calls": 0}
+
+    def helper() -> None:
+        kept["calls"] += 1
+
+    def process() -> None:
+        helper()
+
+    return process
+
+
+def two_that_share():
+    kept = [0]
+
+    def write() -> None:
+        kept[0] += 1
+
+    def read() -> int:
+        return kept[0]
+
+    return Box(write=write, read=read)
+
+
+def with_default(seen=[]):  # noqa: B006 - the fault that users write
+    seen.append(1)
+
+
+def itself():
+    def process() -> None:
+        vars(process)["calls"] = vars(process).get("calls", 0) + 1
+
+    return process
+
+
+# how an object is made, and what changes it
+MOVES = {
+    "attribute": (lambda: Box(number=0), lambda box: vars(box).update(number=1)),
+    "new attribute": (Box, lambda box: vars(box).update(number=0)),
+    "pointer": (pointing, lambda box: vars(box).update(at=box.nodes[1])),
+    "order": (lambda: OrderedDict(a=1, b=2), lambda held: held.move_to_end("a")),
+    "default": (lambda: defaultdict(int), lambda held: held["a"]),
+    "list with an attribute": (lambda: Items([1]), lambda held: setattr(held, "number", 1)),
+    "list with an attribute, its items": (lambda: Items([1]), lambda held: held.append(2)),
+    "set": (lambda: {1}, lambda held: held.add(2)),
+    "tensor": (lambda: Box(held=torch.zeros(3)), lambda box: box.held.add_(1)),
+    "tensor behind its back": (lambda: Box(held=torch.zeros(3)), lambda box: box.held.data.add_(1)),
+    "array": (lambda: Box(held=torch.zeros(3).numpy()), lambda box: box.held.fill(1)),
+    "generator": (lambda: Box(held=torch.Generator()), lambda box: torch.rand(1, generator=box.held)),
+    "functions": (loop_of_functions, lambda process: process()),
+    "functions that share": (two_that_share, lambda box: box.write()),
+    "own name": (itself, lambda process: process()),
+    "partial": (lambda: partial(list.append, []), lambda function: function(1)),
+    "method": (lambda: Box(number=0).grow, lambda method: method()),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_a_change_moves_the_mark_of_the_object_and_of_no_copy(name: str) -> None:
+    make, change = MOVES[name]
+    value = [make()]
+    state = State(value)
+    before, twin = state.mark(value), state.copy(value)
+    assert state.mark(value) == state.mark(twin) == before
+    change(*twin)
+    assert state.mark(value) == before != state.mark(twin)
+    second = state.copy(twin)
+    assert state.mark(second) == state.mark(twin), "a copy of a copy"
+    change(*value)
+    assert state.mark(value) == state.mark(twin), "the same change"
+
+
+def test_functions_that_share_a_variable_share_it_in_a_copy() -> None:
+    box = two_that_share()
+    (twin,) = State([box]).copy([box])
+    twin.write()
+    assert (twin.read(), box.read()) == (1, 0)
+
+
+def test_what_a_copy_shares_is_noted() -> None:
+    """Deepcopy takes methods of built-in types as they are, with the object they belong to."""
+    box = Box(write=[].append, kept=[])
+    state = State([box])
+    state.note_shared([box], state.copy([box]))
+    before = state.place_marks()
+    box.kept.append(1)
+    assert state.place_marks() == before
+    box.write(1)
+    moved = {name for name, mark in state.place_marks().items() if mark != before[name]}
+    assert "a builtin_function_or_method that its copies share" in moved
+
+
+def test_what_is_only_read_is_shared() -> None:
+    box = Box(model=tiny(), tokenizer=letters(), event=threading.Event())
+    (twin,) = State([box]).copy([box])
+    assert twin is not box
+    assert all(vars(twin)[name] is vars(box)[name] for name in ("model", "tokenizer", "event"))
+
+
+def test_tables_are_shared_unless_they_lead_back() -> None:
+    small, large = Box(held=list(range(100))), Box(held=list(range(10_000)), weights=torch.zeros(3_000_000))
+    assert State([small]).copy([small])[0].held is not small.held
+    twin = State([large]).copy([large])[0]
+    assert twin.held is large.held and twin.weights is large.weights
+    state = State([large])
+    mark = state.tables_mark()
+    large.held[3] = -1
+    assert state.tables_mark() != mark
+    mark = state.tables_mark()
+    large.weights[3] = -1
+    assert state.tables_mark() != mark
+    large.held.append(large)
+    assert State([large]).copy([large])[0].held is not large.held
+
+
+NUMBER = 0
+LISTED: list[int] = []
+
+
+class Counter:
+    total = 0
+    listed: list[int] = []  # noqa: RUF012 - the fault that users write
+
+    def count(self) -> None:
+        Counter.total += 1
+
+    @staticmethod
+    def rebind() -> None:
+        global NUMBER
+        NUMBER += 1
+
+    @property
+    def size(self) -> int:
+        LISTED.append(1)
+        return len(LISTED)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (Counter.count, "Counter.total"),
+        (lambda counter: counter.listed.append(1), "Counter.listed"),
+        (lambda counter: counter.rebind(), "the global NUMBER"),
+        (lambda counter: counter.size, "the global LISTED"),
+    ],
+)
+def test_places_that_no_copy_has_are_named(change, name: str) -> None:
+    counter = Counter()
+    state = State([counter])
+    before = state.place_marks()
+    change(counter)
+    now = state.place_marks()
+    assert [place for place in now if now[place] != before[place]] == [name]
+
+
+def test_a_default_is_a_place_of_its_class() -> None:
+    kind = type("Kind", (), {"__module__": __name__, "run": with_default})
+    state = State([kind()])
+    before = state.place_marks()
+    kind.run([])
+    assert state.place_marks() == before
+    with_default()
+    assert state.place_marks() != before
