@@ -275,6 +275,7 @@ class Place:
 def _places(values: list[Any]) -> list[Place]:
     """Find the attributes of the objects' classes and the globals that their code names, as far as the user's own."""
     found: dict[tuple[int, str], Place] = {}
+    own = _packages_of(values)
     waiting = list(_reach(values).values())
     seen: dict[int, Any] = {}
     while waiting:
@@ -285,10 +286,10 @@ def _places(values: list[Any]) -> list[Place]:
         if isinstance(value, MethodType):
             waiting.append(value.__func__)
         if isinstance(value, FunctionType):
-            places = list(_globals_of(value))
+            places = list(_globals_of(value, own))
             waiting.extend(kind for kind in _closed_over(value) if isinstance(kind, type))
         else:
-            places = list(_attributes_of(value if isinstance(value, type) else type(value)))
+            places = list(_attributes_of(value if isinstance(value, type) else type(value), own))
         for place in places:
             if found.setdefault((id(place.owner), place.key), place) is place:
                 waiting.extend(_reach([place.value]).values())
@@ -296,9 +297,9 @@ def _places(values: list[Any]) -> list[Place]:
     return list(found.values())
 
 
-def _globals_of(function: FunctionType) -> Iterator[Place]:
+def _globals_of(function: FunctionType, own: set[str]) -> Iterator[Place]:
     """Name the globals that a function of the user's reads or writes, and what it reads of the user's own modules."""
-    if not _is_users(function.__module__):
+    if not _is_users(function.__module__, own):
         return
     namespace, codes = function.__globals__, [function.__code__]
     for code in codes:
@@ -309,15 +310,15 @@ def _globals_of(function: FunctionType) -> Iterator[Place]:
         value = namespace.get(name)
         if not isinstance(value, ModuleType):
             yield Place(f"the global {name}", namespace, namespace, name)
-        elif _is_users(value.__name__):
+        elif _is_users(value.__name__, own):
             for key in sorted(attributes & vars(value).keys()):
                 yield Place(f"{value.__name__}.{key}", vars(value), vars(value), key)
 
 
-def _attributes_of(kind: type) -> Iterator[Place]:
+def _attributes_of(kind: type, own: set[str]) -> Iterator[Place]:
     """Name what the user's classes keep, functions included: their defaults and attributes."""
     for owner in kind.__mro__:
-        if not _is_users(owner.__module__):
+        if not _is_users(owner.__module__, own):
             continue
         for key, value in vars(owner).items():
             is_code = isinstance(value, FunctionType | classmethod | staticmethod)
@@ -325,5 +326,21 @@ def _attributes_of(kind: type) -> Iterator[Place]:
                 yield Place(f"{owner.__qualname__}.{key}", owner, vars(owner), key)
 
 
-def _is_users(module: str | None) -> bool:
-    return module is not None and module.partition(".")[0] not in _LIBRARIES
+def _packages_of(values: list[Any]) -> set[str]:
+    """Name the packages that the objects themselves, and what they hold directly, come from."""
+    parts = [*values, *chain.from_iterable(map(_inside, values))]
+    homes = [part.__module__ if isinstance(part, FunctionType) else type(part).__module__ for part in parts]
+    return {home.partition(".")[0] for home in homes if home is not None}
+
+
+def _is_users(module: str | None, own: set[str]) -> bool:
+    """Tell whether code is the user's: not of a library, nor installed, unless the objects come from that package.
+
+    Installed packages that the user's code merely calls keep caches and counters of their own.
+    """
+    package = "" if module is None else module.partition(".")[0]
+    if package in _LIBRARIES or not package:
+        return False
+    home = sys.modules.get(cast(str, module))
+    place = "" if home is None else str(vars(home).get("__file__"))
+    return package in own or not ("site-packages" in place or "dist-packages" in place)

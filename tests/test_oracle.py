@@ -186,15 +186,25 @@ def wrap_step(change: Callable[[torch.Tensor, torch.Tensor, list[int]], Pass]) -
     return twist
 
 
+def show_everything(
+    positions: torch.Tensor, masks: dict[str, torch.Tensor], _: list[int]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Let drafted pairs see all others."""
+    return positions, {kind: torch.ones_like(mask) for kind, mask in masks.items()}
+
+
 def hide_ancestors(
-    positions: torch.Tensor, mask: torch.Tensor, lengths: list[int]
-) -> tuple[torch.Tensor, torch.Tensor]:
+    positions: torch.Tensor, masks: dict[str, torch.Tensor], lengths: list[int]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Let drafted pairs see the committed ones and themselves, but none that was drafted before."""
-    mask = mask.expand(len(lengths), *mask.shape[1:]).clone()
-    held = mask.shape[-1] - max(lengths) - mask.shape[2]
-    for row, length in enumerate(lengths):
-        mask[row, ..., length + 1 : length + held] = False
-    return positions, mask
+    hidden = {}
+    for kind, shared in masks.items():
+        mask = shared.expand(len(lengths), *shared.shape[1:]).clone()
+        held = mask.shape[-1] - max(lengths) - mask.shape[2]
+        for row, length in enumerate(lengths):
+            mask[row, ..., length + 1 : length + held] = False
+        hidden[kind] = mask
+    return positions, hidden
 
 
 def early_tokens(drafter: LearnedDrafter, target: OracleTarget) -> None:
@@ -210,7 +220,9 @@ TWISTS: dict[str, Twist] = {
     "tokens": early_tokens,
     "positions": wrap_step(lambda positions, mask, _: (positions + 1, mask)),
     "positions back": wrap_step(lambda positions, mask, _: (positions - 1, mask)),
-    "siblings seen": wrap_step(lambda positions, mask, _: (positions, torch.ones_like(mask))),
+    "siblings seen": wrap_step(
+        lambda positions, masks, _: (positions, {kind: torch.ones_like(mask) for kind, mask in masks.items()})
+    ),
     "ancestors hidden": wrap_step(hide_ancestors),
     "map": shifted_map,
 }

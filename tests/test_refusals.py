@@ -76,7 +76,7 @@ MODES = {
         "seed= and generator= were both given.*Drop one",
     ),
     "seeds": ({"seed": [1, 2], "do_sample": True}, "2 seeds were given for 1 rows: one int, or one seed a row"),
-    "positions": ({"position_ids": torch.arange(5, 17)[None]}, "position_ids= was given.*Leave it out"),
+    "positions": ({"position_ids": torch.arange(5, 17)[None]}, "position_ids= of shape .* was given.*Leave it out"),
 }
 
 

@@ -132,7 +132,9 @@ def scored(q: Callable) -> Scoring:
     return cache(lambda prefix: logs([q(prefix)])[0])
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "2-2" else name for name in SHAPES]
+)
 def test_the_law_is_the_targets(name: str) -> None:
     for seed in range(2 if len(SHAPES[name]) <= 3 else 1):
         result = solve(SHAPES[name], Table(3, seed), Table(3, seed + 70))

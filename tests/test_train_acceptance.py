@@ -71,6 +71,7 @@ def measured(one: Learned, **more: Any) -> tuple[float, int]:
     return PROMPTS * (WRITTEN - 1) / rounds, same
 
 
+@pytest.mark.slow  # half learned and sampled are fast
 def test_greedy_texts_are_learned_by_heart(tmp_path: Path) -> None:
     """Nearly all drafts are accepted, and the evaluation says how many, to the last digit."""
     one = learn(tmp_path, 150, sampled=False)

@@ -6,6 +6,8 @@ has for its own (a class's attribute, a global) is refused by name.
 
 from __future__ import annotations
 
+import importlib
+import sys
 from functools import partial
 
 import pytest
@@ -14,7 +16,7 @@ from tiny import disturbed, drafter_of, ours, plain, prompts, some, texts_of, ti
 from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation import logits_process as hf
 
-from hf_specgen import SmallModel, SpecGenError
+from hf_specgen import PromptLookup, SmallModel, SpecGenError
 from hf_specgen.replay import Branch
 
 KINDS = ("lookup", "branches", "small", "tree")
@@ -463,3 +465,37 @@ def test_a_memory_of_texts_is_kept_by_each_row(target) -> None:
     watch = drafter_of("tree", target, texts_of(expected, mask))
     assert torch.equal(ours(target, watch, ids, mask, prefix_allowed_tokens_fn=remembering()), expected)
     assert watch.longest >= 2
+
+
+COUNTING_LIBRARY = """
+calls = 0
+def even(token):
+    global calls
+    calls += 1
+    return token % 2 == 0
+"""
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_what_an_installed_library_counts_is_no_state_of_the_caller(
+    installed: bool, target, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A function that called a library took minutes and was refused, for a counter deep inside that library."""
+    folder = tmp_path / ("site-packages" if installed else "work")
+    folder.mkdir()
+    (folder / "counting_library.py").write_text(COUNTING_LIBRARY)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "counting_library", raising=False)
+    monkeypatch.setitem(globals(), "library", importlib.import_module("counting_library"))
+    ids, mask = prompts([12])
+    settings = {"max_new_tokens": 8, "prefix_allowed_tokens_fn": even_tokens}
+    if not installed:  # a module of the user's own may well keep what decides
+        with pytest.raises(SpecGenError, match=r"counting_library\.|the global calls"):
+            ours(target, PromptLookup(4), ids, mask, **settings)
+        return
+    expected = plain(target, ids, mask, **settings)
+    assert torch.equal(ours(target, PromptLookup(4), ids, mask, **settings), expected)
+
+
+def even_tokens(row: int, text: torch.Tensor) -> list[int]:
+    return [token for token in range(64) if library.even(token)]  # noqa: F821 - set by the test
