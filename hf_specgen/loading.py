@@ -99,8 +99,9 @@ def drafter_class(method: str) -> type[LearnedDrafter]:
     Raises: ``IncompatibleDrafter`` for a method that is not known.
     """
     home = f"hf_specgen.drafters.{method}"
-    defined = classes_of(home, LearnedDrafter) if method.isidentifier() and find_spec(home) else []
-    for found in defined:
+    if not method.isidentifier() or find_spec(home) is None:
+        raise IncompatibleDrafter(f"method {method!r} is not known here: a newer hf_specgen may know it.")
+    for found in classes_of(home, LearnedDrafter):  # type: ignore[type-abstract]  # nothing is made of it
         if vars(found).get("method") == method:
             return found
     raise IncompatibleDrafter(f"method {method!r} is not known here: a newer hf_specgen may know it.")

@@ -180,7 +180,8 @@ def check_positions(model: PreTrainedModel, lengths: list[int], budget: int) -> 
     rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     longest, shortest = max(lengths) + budget, min(lengths)
     for inner in (rope, *(value for value in rope.values() if isinstance(value, dict))):  # one a layer kind, or one
-        kind = inner.get("rope_type") if isinstance(inner.get("rope_type"), str) else ""
+        given = inner.get("rope_type")
+        kind = given if isinstance(given, str) else ""
         if kind != "longrope" and "dynamic" not in kind:
             continue
         limit = inner.get("original_max_position_embeddings") or settings.get("original_max_position_embeddings")

@@ -330,7 +330,7 @@ def _packages_of(values: list[Any]) -> set[str]:
     """Name the packages that the objects themselves, and what they hold directly, come from."""
     parts = [*values, *chain.from_iterable(map(_inside, values))]
     homes = [part.__module__ if isinstance(part, FunctionType) else type(part).__module__ for part in parts]
-    return {home.partition(".")[0] for home in homes if home is not None}
+    return {str(home).partition(".")[0] for home in homes}
 
 
 def _is_users(module: str | None, own: set[str]) -> bool:
