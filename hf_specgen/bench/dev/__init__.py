@@ -1,0 +1,1 @@
+"""Maintainers' clocks: they are not in the wheel."""

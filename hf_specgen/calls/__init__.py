@@ -1,0 +1,1 @@
+"""What a call of ``generate()`` may ask, and what it returns."""

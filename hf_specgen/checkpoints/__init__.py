@@ -1,0 +1,1 @@
+"""Checkpoints of drafters: their configuration, files, layouts and cards."""

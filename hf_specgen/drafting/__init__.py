@@ -1,0 +1,1 @@
+"""What drafters share: the interface, lengths, shapes, filling, caches, layers."""

@@ -1,0 +1,1 @@
+"""Timing and comparing texts; used by bench, training and planning."""

@@ -1,0 +1,1 @@
+"""One round: its records, its verdict, its numbers. Nothing here knows a model."""
