@@ -29,7 +29,7 @@ def main() -> None:
         model = LlamaForCausalLM(TINY).eval()
         inputs = {"input_ids": torch.arange(1, 13).repeat(1, 3)}
     else:
-        from hf_specgen.bench.demo import load_target
+        from hf_specgen.measure.demo import load_target
 
         model, tokenizer = load_target("demo")
         chat = [{"role": "user", "content": f"Summarize this text, keeping its wording.\n\n{TEXT}"}]

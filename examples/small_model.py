@@ -40,7 +40,7 @@ def main() -> None:
         target, small, inputs = tiny_pair()
         drafter = hf_specgen.SmallModel(small, num_tokens=4)
     else:
-        from hf_specgen.bench.demo import load_target
+        from hf_specgen.measure.demo import load_target
 
         target, tokenizer = load_target(options.target)
         small, small_tokenizer = load_target(options.drafter)

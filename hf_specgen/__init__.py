@@ -7,27 +7,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hf_specgen.attention import use_attention
-    from hf_specgen.card import CardOptions, write_card
-    from hf_specgen.costs import Costs
-    from hf_specgen.draft import DenseQ, Draft, Round, SparseQ, Tree, Verdict
-    from hf_specgen.drafter_config import DrafterConfig
-    from hf_specgen.drafters.base import Drafter
+    from hf_specgen.checkpoints.card import CardOptions, write_card
+    from hf_specgen.checkpoints.config import DrafterConfig
     from hf_specgen.drafters.eagle import EagleDrafter
     from hf_specgen.drafters.eagle3 import Eagle3Drafter
-    from hf_specgen.drafters.learned import LearnedDrafter
     from hf_specgen.drafters.medusa import MedusaDrafter
     from hf_specgen.drafters.prompt_lookup import PromptLookup
     from hf_specgen.drafters.small_model import SmallModel
     from hf_specgen.drafters.with_lookup import WithLookup
+    from hf_specgen.drafting.drafter import Drafter
+    from hf_specgen.drafting.learned import LearnedDrafter
     from hf_specgen.entry import SpeculativeMixin, disable, enable
     from hf_specgen.errors import IncompatibleDrafter, SpecGenError, UnsupportedTarget
     from hf_specgen.generate import SpeculativeDecoding, last_stats
     from hf_specgen.loading import calibrate_aux_layers, describe, load_drafter
-    from hf_specgen.lossy import Typical
+    from hf_specgen.models.attention import use_attention
+    from hf_specgen.models.prepack import prepack, unpack
     from hf_specgen.ops import use_kernels
-    from hf_specgen.packing import prepack, unpack
-    from hf_specgen.stats import AcceptanceStats, RowStats
+    from hf_specgen.round.costs import Costs
+    from hf_specgen.round.records import DenseQ, Draft, Round, SparseQ, Tree, Verdict
+    from hf_specgen.round.stats import AcceptanceStats, RowStats
+    from hf_specgen.round.typical import Typical
     from hf_specgen.stock import StockCandidates, stock_candidates
 
 __version__ = "0.1.0"
@@ -75,27 +75,27 @@ __all__ = [
 ]
 
 _HOME = {
-    "attention": ("use_attention",),
-    "card": ("CardOptions", "write_card"),
-    "costs": ("Costs",),
-    "draft": ("DenseQ", "Draft", "Round", "SparseQ", "Tree", "Verdict"),
-    "drafter_config": ("DrafterConfig",),
-    "drafters.base": ("Drafter",),
+    "checkpoints.card": ("CardOptions", "write_card"),
+    "checkpoints.config": ("DrafterConfig",),
     "drafters.eagle": ("EagleDrafter",),
     "drafters.eagle3": ("Eagle3Drafter",),
-    "drafters.learned": ("LearnedDrafter",),
     "drafters.medusa": ("MedusaDrafter",),
     "drafters.prompt_lookup": ("PromptLookup",),
     "drafters.small_model": ("SmallModel",),
     "drafters.with_lookup": ("WithLookup",),
+    "drafting.drafter": ("Drafter",),
+    "drafting.learned": ("LearnedDrafter",),
     "entry": ("SpeculativeMixin", "disable", "enable"),
     "errors": ("IncompatibleDrafter", "SpecGenError", "UnsupportedTarget"),
     "generate": ("SpeculativeDecoding", "last_stats"),
     "loading": ("calibrate_aux_layers", "describe", "load_drafter"),
-    "lossy": ("Typical",),
+    "models.attention": ("use_attention",),
+    "models.prepack": ("prepack", "unpack"),
     "ops": ("use_kernels",),
-    "packing": ("prepack", "unpack"),
-    "stats": ("AcceptanceStats", "RowStats"),
+    "round.costs": ("Costs",),
+    "round.records": ("DenseQ", "Draft", "Round", "SparseQ", "Tree", "Verdict"),
+    "round.stats": ("AcceptanceStats", "RowStats"),
+    "round.typical": ("Typical",),
     "stock": ("StockCandidates", "stock_candidates"),
 }
 

@@ -15,12 +15,12 @@ from transformers import (
     StopStringCriteria,
 )
 
-from hf_specgen.drafters.base import Drafter
 from hf_specgen.drafters.prompt_lookup import PromptLookup
 from hf_specgen.drafters.small_model import SmallModel
+from hf_specgen.drafting.drafter import Drafter
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError
 from hf_specgen.generate import SpeculativeDecoding
-from hf_specgen.models import bare, writer
+from hf_specgen.models.wrappers import bare, writer
 
 Model = TypeVar("Model", bound=nn.Module)
 

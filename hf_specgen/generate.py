@@ -18,18 +18,18 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specgen.draft import Draft
-from hf_specgen.drafters.base import Drafter
-from hf_specgen.lossy import Typical, check_lossy, read_rule
-from hf_specgen.models import bare
-from hf_specgen.outputs import OutputLog
-from hf_specgen.requests import Options, check_request, pad_token, prepare
-from hf_specgen.selfcheck import check_target
-from hf_specgen.sequences import DraftRequest, OnTokens, Sequences, Stops
-from hf_specgen.stats import AcceptanceStats, RowStats
-from hf_specgen.target import Target
-from hf_specgen.verify import RULES, verify
-from hf_specgen.warp import Warp
+from hf_specgen.calls.outputs import OutputLog
+from hf_specgen.calls.requests import Options, check_request, pad_token, prepare
+from hf_specgen.drafting.drafter import Drafter
+from hf_specgen.models.selfcheck import check_target
+from hf_specgen.models.target import Target
+from hf_specgen.models.wrappers import bare
+from hf_specgen.round.records import Draft
+from hf_specgen.round.sequences import DraftRequest, OnTokens, Sequences, Stops
+from hf_specgen.round.stats import AcceptanceStats, RowStats
+from hf_specgen.round.typical import Typical, check_lossy, read_rule
+from hf_specgen.round.verify import RULES, verify
+from hf_specgen.round.warp import Warp
 
 Result: TypeAlias = Tensor | GenerateDecoderOnlyOutput
 

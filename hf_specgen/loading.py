@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_specgen.drafters.features import FeatureDrafter
-from hf_specgen.drafters.learned import LearnedDrafter, check_fit, skeleton
+from hf_specgen.checkpoints.formats.base import ReadOptions
+from hf_specgen.checkpoints.formats.layer_ids import CONVENTIONS
+from hf_specgen.checkpoints.opening import Opened, Report, open_checkpoint
+from hf_specgen.drafting.features import FeatureDrafter
+from hf_specgen.drafting.learned import LearnedDrafter, check_fit, skeleton
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError
-from hf_specgen.facts import TargetFacts
-from hf_specgen.formats.base import ReadOptions
-from hf_specgen.formats.layer_ids import CONVENTIONS
-from hf_specgen.hub import Opened, Report, open_checkpoint
-from hf_specgen.models import bare, driven
-from hf_specgen.taps import Taps
+from hf_specgen.models.facts import TargetFacts
+from hf_specgen.models.taps import Taps
+from hf_specgen.models.wrappers import bare, driven
 
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)

@@ -12,19 +12,19 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation import CandidateGenerator
 
 from hf_specgen import ops
-from hf_specgen.costs import Costs
-from hf_specgen.draft import DenseQ, Draft, Round, SparseQ, Verdict
-from hf_specgen.drafters.base import Drafter
+from hf_specgen.calls.requests import read_request, real_tokens, seed_rows
+from hf_specgen.drafting.drafter import Drafter
 from hf_specgen.entry import EnabledGenerate, disable, enable
 from hf_specgen.errors import SpecGenError
-from hf_specgen.facts import logits_width, step_size
-from hf_specgen.models import bare, input_device, writer
-from hf_specgen.packing import is_prepacked
-from hf_specgen.requests import read_request, real_tokens, seed_rows
-from hf_specgen.sequences import DraftRequest, Sequences, Stops
-from hf_specgen.stats import AcceptanceStats, RowStats
-from hf_specgen.taps import Taps
-from hf_specgen.warp import Warp
+from hf_specgen.models.facts import logits_width, step_size
+from hf_specgen.models.prepack import is_prepacked
+from hf_specgen.models.taps import Taps
+from hf_specgen.models.wrappers import bare, input_device, writer
+from hf_specgen.round.costs import Costs
+from hf_specgen.round.records import DenseQ, Draft, Round, SparseQ, Verdict
+from hf_specgen.round.sequences import DraftRequest, Sequences, Stops
+from hf_specgen.round.stats import AcceptanceStats, RowStats
+from hf_specgen.round.warp import Warp
 
 _MAKE = "_get_candidate_generator"
 

@@ -22,26 +22,29 @@ pytestmark = pytest.mark.xdist_group("architecture")  # one worker parses the tr
 PACKAGE = ("hf_specgen/", "kernels/", "trainers/")
 CODE = (*PACKAGE, "tests/", "examples/")
 
-# Left imports nothing from the right; on one level too. `__init__` is the package's public face.
-ORDER = """kernels < errors, models, chats, draft, stats, costs, facts, drafter_config < ops < coins
-< fused, lossy, layer_kinds, taps, state < replay, criteria
-< warp, cache, attention, forward, verify, sequences, packing, formats, files, hub, card
-< target < makeup, thresholds < selfcheck, requests, outputs < drafters < loading < generate, entry, stock
-< trainers < __init__ < bench < cli"""
+# Left imports nothing from the right: folders of hf_specgen, and the files beside them. Inside a folder no import may
+# close a circle. `__init__` is the package's public face.
+ORDER = """kernels < errors < ops < chats < round < models < calls < checkpoints < drafting < drafters
+< loading < generate < entry < stock < measure < trainers < __init__ < bench < cli"""
 RANK = {name: rank for rank, name in enumerate(re.findall(r"\w+", ORDER))}
 
 FILE_LINES = 600
 FUNCTION_LINES = 60
 EXAMPLE_LINES = 60
 CORE_LINES = 1_150  # about 1,100
-CORE = ("generate", "draft", "target", "cache", "verify")
+CORE = ("generate", "round/records", "models/target", "models/slot_cache", "round/verify")
 
 MOVING_PARTS = {"cache_utils", "masking_utils", "modeling_utils"}
 MOVING_KEYWORDS = {"past_key_values", "cache_position"}
 FORWARD_KEYWORDS = {*MOVING_KEYWORDS, "cache", "attention_mask"}
 MOVING_PARTS_ALLOWED = {
-    f"hf_specgen/{name}.py"
-    for name in ("forward", "cache", "layer_kinds", "generate", "requests", "drafters/base", "drafters/layers")
+    "hf_specgen/generate.py",
+    "hf_specgen/calls/requests.py",
+    "hf_specgen/drafting/drafter.py",
+    "hf_specgen/drafting/layers.py",
+    "hf_specgen/models/cached_model.py",
+    "hf_specgen/models/layer_kinds.py",
+    "hf_specgen/models/slot_cache.py",
 }
 
 BANNED_WORDS = {"verifier", "assistant", "speculator", "posterior", "engine", "manager", "provider", "strategy"}
@@ -61,7 +64,7 @@ CONTAINERS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "Count
     "WeakValueDictionary",
 }
 # Notes about a model that may not live on it: pickle, deepcopy and save_pretrained must see the model unchanged.
-NOTES_BESIDE_MODELS = {("hf_specgen/generate.py", "_LAST"), ("hf_specgen/selfcheck.py", "_PASSED")}
+NOTES_BESIDE_MODELS = {("hf_specgen/generate.py", "_LAST"), ("hf_specgen/models/selfcheck.py", "_PASSED")}
 
 TOP_LEVEL = {"hf_specgen", "kernels", "trainers", "tests", "model_cards", "examples", "docs"}
 BUILD_LEFTOVERS = re.compile(r"build|dist|out|runs|__pycache__|.*\.egg-info")
@@ -131,37 +134,36 @@ def wrong_imports(sources: Sources) -> list[str]:
     return found
 
 
+def circles(sources: Sources) -> list[str]:
+    """Find files that import each other, directly or through others."""
+    files = {".".join(module_of(path)): path for path in sources if path.startswith(PACKAGE)}
+    needs: dict[str, set[str]] = {name: set() for name in files}
+    for path, tree in parsed(sources, PACKAGE):
+        here = ".".join(module_of(path))
+        for _, module in imports(path, tree):
+            names = (".".join(module), ".".join(module[:-1]))
+            needs[here].update(name for name in names if name in files and name not in (here, "hf_specgen"))
+    while free := {name for name, needed in needs.items() if not needed}:
+        needs = {name: needed - free for name, needed in needs.items() if name not in free}
+    return [f"{files[name]}: imports itself by way of {', '.join(sorted(needed))}" for name, needed in needs.items()]
+
+
 def wrong_neighbours(sources: Sources) -> list[str]:
-    """A drafter stands alone on base and layers, a trainer on base, data and losses."""
-    common = {
-        "drafters": {
-            "__init__",
-            "base",
-            "borrowed",
-            "layers",
-            "learned",
-            "trees",
-            "sequoia",
-            "features",
-            "growing",
-            "pairs",
-            "unrolling",
-            "prompt_lookup",  # with_lookup stands on it
-        },
-        "trainers": {"__init__", "base", "data", "frozen", "losses", "metrics", "report", "students", "tally", "train"}
-        | {"disk", "settings", "sources", "vocabulary", "warm_start", "worth"},
-    }
+    """A drafter imports no other drafter, nor what runs the target; a trainer imports no other method's trainer."""
+    methods = {"medusa", "eagle", "eagle3", "distill"}
     found = []
     for path, tree in parsed(sources, PACKAGE):
         here = module_of(path)
         kind = component(here)
-        if kind not in common or len(here) < 3 or here[2] in common[kind]:
-            continue
         for line, module in imports(path, tree):
-            if module[0] != "hf_specgen":
+            if module[0] != "hf_specgen" or len(here) < 3:
                 continue
-            sibling = component(module) == kind and (len(module) < 3 or module[2] not in {*common[kind], here[2]})
-            if sibling or (kind == "drafters" and component(module) in ("target", "generate")):
+            others = len(module) > 2 and component(module) == kind and module[2] != here[2]
+            if kind == "drafters" and (module[1:3] == ["models", "target"] or component(module) == "generate"):
+                found.append(f"{path}:{line}: imports {'.'.join(module)}")
+            elif kind == "drafters" and others and module[2] != "prompt_lookup":  # with_lookup stands on it
+                found.append(f"{path}:{line}: imports {'.'.join(module)}")
+            elif kind == "trainers" and others and here[2] in methods and module[2] in methods:
                 found.append(f"{path}:{line}: imports {'.'.join(module)}")
     return found
 
@@ -291,13 +293,27 @@ CHECKS: dict[str, tuple[Check, list[Sources]]] = {
     "imports": (
         wrong_imports,
         [
-            {"hf_specgen/ops.py": "from hf_specgen.target import Target"},
+            {"hf_specgen/ops.py": "from hf_specgen.models.target import Target"},
             {"hf_specgen/ops.py": "import hf_specgen"},
-            {"hf_specgen/cache.py": "def f():\n    from . import verify"},
-            {"hf_specgen/warp.py": "from .kernels.reference import warp"},
-            {"hf_specgen/drafters/base.py": "from ..kernels import reference"},
+            {"hf_specgen/round/verify.py": "def f():\n    from ..models import slot_cache"},
+            {"hf_specgen/round/warp.py": "from ..kernels.reference import warp"},
+            {"hf_specgen/drafting/drafter.py": "from ..kernels import reference"},
             {"kernels/reference.py": "from hf_specgen.errors import SpecGenError"},
             {"hf_specgen/utils.py": ""},
+        ],
+    ),
+    "circles": (
+        circles,
+        [
+            {
+                "hf_specgen/round/coins.py": "from . import costs",
+                "hf_specgen/round/costs.py": "from .coins import toss",
+            },
+            {
+                "hf_specgen/round/coins.py": "from hf_specgen.round.costs import Costs",
+                "hf_specgen/round/costs.py": "def f():\n    import hf_specgen.round.stats",
+                "hf_specgen/round/stats.py": "from hf_specgen.round import coins",
+            },
         ],
     ),
     "neighbours": (
@@ -305,17 +321,17 @@ CHECKS: dict[str, tuple[Check, list[Sources]]] = {
         [
             {"hf_specgen/drafters/eagle.py": "from hf_specgen.drafters.medusa import Medusa"},
             {"hf_specgen/drafters/eagle.py": "from . import medusa"},
-            {"hf_specgen/drafters/eagle.py": "from hf_specgen.target import Target"},
-            {"trainers/eagle.py": "from hf_specgen.trainers import medusa"},
+            {"hf_specgen/drafters/eagle.py": "from hf_specgen.models.target import Target"},
+            {"trainers/eagle.py": "from hf_specgen.trainers.medusa import MedusaTrainer"},
         ],
     ),
     "triton": (stray_triton, [{"hf_specgen/ops.py": "def f():\n    import triton.language as tl"}]),
     "moving parts": (
         stray_moving_parts,
         [
-            {"hf_specgen/sequences.py": "from transformers.cache_utils import DynamicCache"},
-            {"hf_specgen/sequences.py": "from transformers import StaticCache"},
-            {"hf_specgen/verify.py": "import transformers.masking_utils as masks"},
+            {"hf_specgen/round/sequences.py": "from transformers.cache_utils import DynamicCache"},
+            {"hf_specgen/round/sequences.py": "from transformers import StaticCache"},
+            {"hf_specgen/round/verify.py": "import transformers.masking_utils as masks"},
             {"hf_specgen/drafters/eagle.py": "model(ids, past_key_values=cache)"},
             {"hf_specgen/drafters/eagle.py": "model.forward(ids, attention_mask=mask)"},
         ],
@@ -375,8 +391,8 @@ def test_a_bad_source_is_caught(check: Check, bad: Sources) -> None:
 def test_good_sources_pass() -> None:
     good = {
         "hf_specgen/ops.py": "from hf_specgen.kernels import reference\nfrom . import errors\nNAMES = {'a': 1}",
-        "hf_specgen/forward.py": "from transformers.cache_utils import Cache\nfrom .cache import SlotCache",
-        "hf_specgen/drafters/eagle.py": "from .base import Drafter\nfrom ..errors import SpecGenError",
+        "hf_specgen/models/slot_cache.py": "from transformers.cache_utils import Cache\nfrom .taps import Taps",
+        "hf_specgen/drafters/eagle.py": "from ..drafting.drafter import Drafter\nfrom ..errors import SpecGenError",
         "hf_specgen/cli/main.py": "import hf_specgen\nfrom contextlib import AbstractContextManager",
         "kernels/tree.py": "import triton\n@triton.jit\ndef f():\n" + "    x = 1\n" * FUNCTION_LINES,
         "hf_specgen/generate.py": "def generate(assistant_model=None): ...",

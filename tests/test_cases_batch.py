@@ -25,9 +25,9 @@ from tiny import (
     with_learned,
 )
 
-import hf_specgen.cache
 from hf_specgen import Draft, Drafter, PromptLookup, Round, SmallModel, SpeculativeDecoding
-from hf_specgen.sequences import Sequences
+from hf_specgen.models.slot_cache import SlotCache
+from hf_specgen.round.sequences import Sequences
 
 SHORT = [3, 7, 12, 1]
 OWN = [kind for kind in KINDS if kind not in LEARNED]
@@ -165,15 +165,15 @@ def test_c12_greedy_copies_fail_as_in_stock(target) -> None:
 
 
 @pytest.fixture
-def caches(monkeypatch: pytest.MonkeyPatch) -> list[hf_specgen.cache.SlotCache]:
-    made: list[hf_specgen.cache.SlotCache] = []
-    genuine = hf_specgen.cache.SlotCache.__init__
+def caches(monkeypatch: pytest.MonkeyPatch) -> list[SlotCache]:
+    made: list[SlotCache] = []
+    genuine = SlotCache.__init__
 
     def keep(self, *args, **settings) -> None:
         genuine(self, *args, **settings)
         made.append(self)
 
-    monkeypatch.setattr(hf_specgen.cache.SlotCache, "__init__", keep)
+    monkeypatch.setattr(SlotCache, "__init__", keep)
     return made
 
 
@@ -225,8 +225,9 @@ def test_c13_drafts_come_from_the_true_past(family: str, monkeypatch: pytest.Mon
     assert watch.drafted_tokens > 100
     assert watch.longest >= 2
     assert watch.wrong == 0
-    genuine = hf_specgen.cache.SlotCache.begin  # negative control: rings that forget what may be rolled back
-    monkeypatch.setattr(hf_specgen.cache.SlotCache, "begin", lambda self, width, undo=0: genuine(self, width))
+    # negative control: rings that forget what may be rolled back
+    genuine = SlotCache.begin
+    monkeypatch.setattr(SlotCache, "begin", lambda self, width, undo=0: genuine(self, width))
     ours(model, watch, ids, mask, max_new_tokens=24)
     assert (watch.wrong > 0) == (family != "llama")
 
@@ -275,7 +276,7 @@ def test_c15_padded_vocabulary(larger: str, sample: bool, target) -> None:
 
 def test_c10_the_comparison_can_fail(target, ends: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: rows that share the shortest accepted length, as a common cache length would force."""
-    from hf_specgen.target import Target
+    from hf_specgen.models.target import Target
 
     genuine = Target.commit
 

@@ -300,7 +300,9 @@ def test_c05_minimum_lengths_in_a_batch(kind: str, target, ref: list[int]) -> No
 
 def test_the_history_check_can_fail(target, ref: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: processors that see the committed text instead of each node's own prefix."""
-    monkeypatch.setattr("hf_specgen.target.Scores._prefix", lambda self, owner, row, node: self.sequences.prefix(owner))
+    monkeypatch.setattr(
+        "hf_specgen.models.target.Scores._prefix", lambda self, owner, row, node: self.sequences.prefix(owner)
+    )
     ids, mask = prompts(ROWS)
     settings = {"no_repeat_ngram_size": 2}
     expected = plain(target, ids, mask, **settings)

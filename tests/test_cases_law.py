@@ -10,9 +10,9 @@ from law import enumerate_law, p_value
 from tiny import RandomTree, Watch, disturbed, some, tiny
 
 import hf_specgen.drafters.small_model
-import hf_specgen.verify
+import hf_specgen.round.verify
 from hf_specgen import DenseQ, Draft, Drafter, PromptLookup, SmallModel, SparseQ, SpeculativeDecoding, Tree
-from hf_specgen.coins import Coins
+from hf_specgen.round.coins import Coins
 
 ENOUGH = 1e-4
 SETTINGS = {
@@ -156,7 +156,7 @@ def test_sampled_trees(sparse: bool, different: bool, four) -> None:
 
 
 def residual_from_p(patch: pytest.MonkeyPatch) -> None:
-    door = hf_specgen.verify.ops
+    door = hf_specgen.round.verify.ops
     genuine = door.accept_or_draw
 
     def redraw(logits, ids, q, tokens, present, coins, different):

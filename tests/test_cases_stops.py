@@ -10,7 +10,7 @@ from tiny import drafter_of, letters, ours, plain, prompts, texts_of, tiny, with
 from transformers import StoppingCriteria
 
 from hf_specgen import SpecGenError, SpeculativeDecoding, disable, enable
-from hf_specgen.criteria import Criteria
+from hf_specgen.round.criteria import Criteria
 
 ROWS = [5, 17, 11, 24]
 GREEDY = ("lookup", "branches", "small", "tree")
@@ -195,7 +195,7 @@ def test_c03_a_criterion_that_is_never_asked_would_be_seen(
     target, twelve, text, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: criteria that are asked once a round only, as stock assisted decoding does."""
-    from hf_specgen.sequences import Sequences
+    from hf_specgen.round.sequences import Sequences
 
     genuine = Sequences._extend
 

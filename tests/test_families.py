@@ -9,11 +9,11 @@ import torch
 import transformers
 from tiny import CASES, FAMILIES, assert_ran, build, drafter_of, ours, plain, prompts, texts_of
 
-import hf_specgen.attention
+import hf_specgen.models.attention
 from hf_specgen import PromptLookup, SpeculativeDecoding
-from hf_specgen.cache import SlotCache, SlotGroup
-from hf_specgen.draft import Tree
-from hf_specgen.forward import CachedModel
+from hf_specgen.models.cached_model import CachedModel
+from hf_specgen.models.slot_cache import SlotCache, SlotGroup
+from hf_specgen.round.records import Tree
 
 TOKENS = 22
 BATCHES = {1: [12], 4: [5, 17, 11, 24]}
@@ -79,7 +79,7 @@ FAST = [
 def packed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Record (query columns, key heads) of every call of our attention."""
     calls: list[tuple[int, int]] = []
-    genuine = hf_specgen.attention._run
+    genuine = hf_specgen.models.attention._run
 
     def spy(query, key, value, mask, *settings):
         assert mask.dtype == torch.bool
@@ -87,7 +87,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         calls.append((query.shape[2], key.shape[1]))
         return genuine(query, key, value, mask, *settings)
 
-    monkeypatch.setattr(hf_specgen.attention, "_run", spy)
+    monkeypatch.setattr(hf_specgen.models.attention, "_run", spy)
     return calls
 
 

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast, StoppingCriteria, StoppingCrit
 from transformers.generation import stopping_criteria as hf_stops
 
 from hf_specgen import PromptLookup, SmallModel, SpeculativeDecoding, disable, enable
-from hf_specgen.criteria import Criteria
-from hf_specgen.outputs import OutputLog
+from hf_specgen.calls.outputs import OutputLog
+from hf_specgen.round.criteria import Criteria
 
 ONE, FOUR = [12], [9, 4, 12, 7]
 OUTPUTS = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "output_hidden_states": True}

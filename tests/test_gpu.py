@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import TopPLogitsWarper
 
 from hf_specgen import PromptLookup, SmallModel, SpeculativeDecoding, ops
-from hf_specgen.bench.kernel_bytes import Shape
-from hf_specgen.bench.kernel_cases import Inputs
-from hf_specgen.draft import Tree
+from hf_specgen.bench.dev.kernel_bytes import Shape
+from hf_specgen.bench.dev.kernel_cases import Inputs
+from hf_specgen.round.records import Tree
 
 pytest.importorskip("triton")
 

@@ -10,8 +10,8 @@ from tiny import disturbed, prompts, tiny
 from transformers import LogitsProcessor, StoppingCriteria
 
 import hf_specgen
-from hf_specgen.cache import SlotCache, SlotLayer
-from hf_specgen.forward import CachedModel
+from hf_specgen.models.cached_model import CachedModel
+from hf_specgen.models.slot_cache import SlotCache, SlotLayer
 
 LOOP = hf_specgen.SpeculativeDecoding
 

@@ -18,12 +18,12 @@ from transformers import PreTrainedModel
 
 import hf_specgen
 from hf_specgen import IncompatibleDrafter, SpecGenError
-from hf_specgen.drafter_config import DrafterConfig
-from hf_specgen.drafters import learned
+from hf_specgen.checkpoints.config import DrafterConfig
 from hf_specgen.drafters.eagle import EagleDrafter
 from hf_specgen.drafters.eagle3 import Eagle3Drafter
-from hf_specgen.drafters.learned import LearnedDrafter
 from hf_specgen.drafters.medusa import MedusaDrafter
+from hf_specgen.drafting import learned
+from hf_specgen.drafting.learned import LearnedDrafter
 from hf_specgen.loading import calibrate_aux_layers, describe, drafter_class, first_agreement, load_drafter
 
 CLASSES = {"medusa": MedusaDrafter, "eagle": EagleDrafter, "eagle3": Eagle3Drafter}
@@ -155,7 +155,7 @@ def test_an_equal_embedding_is_not_held_twice(tmp_path: Path, target: PreTrained
 
 
 def refused_unread(monkeypatch: pytest.MonkeyPatch, words: str, *arguments: Any, **settings: Any) -> None:
-    from hf_specgen import hub
+    from hf_specgen.checkpoints import opening as hub
 
     def fail(*_: Any) -> None:
         raise AssertionError("weights were read, or a drafter was built")
@@ -205,7 +205,7 @@ def test_other_things_are_refused_in_words(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_another_fingerprint_is_warned_about(tmp_path: Path, target: PreTrainedModel) -> None:
-    from hf_specgen.facts import fingerprint
+    from hf_specgen.models.facts import fingerprint
 
     new("medusa", target={"name": "org/its-own", "fingerprint": fingerprint(target)}).save_pretrained(tmp_path)
     with warnings.catch_warnings():

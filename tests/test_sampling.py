@@ -8,9 +8,9 @@ from tiny import Watch, assert_ran, build, disturbed, drafter_of, plain, prompts
 
 import hf_specgen.ops
 from hf_specgen import PromptLookup, SmallModel, SpecGenError, SpeculativeDecoding, enable
-from hf_specgen.coins import Coins
 from hf_specgen.drafters.small_model import _Chain
-from hf_specgen.sequences import Sequences
+from hf_specgen.round.coins import Coins
+from hf_specgen.round.sequences import Sequences
 
 ROWS = [5, 17, 11, 24]
 NEW = 22

@@ -21,8 +21,8 @@ from hf_specgen import (
     UnsupportedTarget,
     enable,
 )
+from hf_specgen.models.taps import FINAL
 from hf_specgen.stock import StockCandidates, stock_candidates
-from hf_specgen.taps import FINAL
 
 FAMILIES = ["llama", "mistral", "gemma3_text", "gpt2", "qwen3"]
 

@@ -20,10 +20,10 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerContr
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import HubStrategy
 
-from hf_specgen.card import CardOptions, is_repository, write_card
-from hf_specgen.drafters.learned import LearnedDrafter, TrainingOutput
+from hf_specgen.checkpoints.card import CardOptions, is_repository, write_card
+from hf_specgen.drafting.learned import LearnedDrafter, TrainingOutput
 from hf_specgen.errors import SpecGenError
-from hf_specgen.facts import TargetFacts, whole
+from hf_specgen.models.facts import TargetFacts, whole
 from hf_specgen.trainers.data import DraftCollator
 from hf_specgen.trainers.frozen import FrozenTarget, prepared
 from hf_specgen.trainers.losses import Objective

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
-from hf_specgen.card import CARD, training_part
-from hf_specgen.drafters.learned import TrainingOutput
+from hf_specgen.checkpoints.card import CARD, training_part
 from hf_specgen.drafters.small_model import check_vocabularies
-from hf_specgen.drafters.unrolling import Lesson, places
+from hf_specgen.drafting.learned import TrainingOutput
+from hf_specgen.drafting.unrolling import Lesson, places
 from hf_specgen.errors import SpecGenError
 from hf_specgen.trainers.base import DrafterTrainer, DrafterTrainingArguments
 from hf_specgen.trainers.frozen import FrozenTarget, prepared

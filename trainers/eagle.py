@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specgen.drafters.learned import LearnedDrafter
+from hf_specgen.drafting.learned import LearnedDrafter
 from hf_specgen.trainers.base import DrafterTrainer, DrafterTrainingArguments
 from hf_specgen.trainers.data import DraftCollator, row_seed
 

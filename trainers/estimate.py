@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from hf_specgen.drafter_config import DrafterConfig
-from hf_specgen.drafters.learned import skeleton
+from hf_specgen.checkpoints.config import DrafterConfig
+from hf_specgen.drafting.learned import skeleton
 from hf_specgen.errors import SpecGenError
-from hf_specgen.facts import TargetFacts
 from hf_specgen.loading import drafter_class
-from hf_specgen.taps import FINAL
+from hf_specgen.models.facts import TargetFacts
+from hf_specgen.models.taps import FINAL
 from hf_specgen.trainers.warm_start import default_boundaries
 
 TARGET = "target"

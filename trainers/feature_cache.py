@@ -20,9 +20,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError, reason_of
-from hf_specgen.facts import TargetFacts
-from hf_specgen.models import input_device
-from hf_specgen.taps import FINAL
+from hf_specgen.models.facts import TargetFacts
+from hf_specgen.models.taps import FINAL
+from hf_specgen.models.wrappers import input_device
 from hf_specgen.trainers.data import DraftCollator
 from hf_specgen.trainers.disk import alone, write_whole, writing
 from hf_specgen.trainers.frozen import FrozenTarget

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from hf_specgen.drafters.unrolling import places
+from hf_specgen.drafting.unrolling import places
 from hf_specgen.errors import IncompatibleDrafter, UnsupportedTarget
-from hf_specgen.facts import holds_numbers, whole
-from hf_specgen.models import driven
-from hf_specgen.taps import FINAL, Taps
+from hf_specgen.models.facts import holds_numbers, whole
+from hf_specgen.models.taps import FINAL, Taps
+from hf_specgen.models.wrappers import driven
 
 _NEAR = 0.02  # of the largest logit: 16-bit rounding stays below
 _STORED = 0.05  # of the norm of hidden states: so is rounding, through many layers

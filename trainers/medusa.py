@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_specgen.drafters.learned import TrainingOutput
+from hf_specgen.drafting.learned import TrainingOutput
 from hf_specgen.trainers.base import DrafterTrainer, DrafterTrainingArguments
 
 

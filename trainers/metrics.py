@@ -27,8 +27,8 @@ from transformers import (
 from hf_specgen.chats import Chat, check_settings, render
 from hf_specgen.errors import SpecGenError
 from hf_specgen.generate import SpeculativeDecoding
-from hf_specgen.models import input_device
-from hf_specgen.stats import AcceptanceStats, RowStats
+from hf_specgen.models.wrappers import input_device
+from hf_specgen.round.stats import AcceptanceStats, RowStats
 from hf_specgen.trainers.worth import is_sharded, live
 
 

@@ -23,11 +23,11 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specgen.chats import Chat, chat_of
-from hf_specgen.drafters.base import Drafter
+from hf_specgen.drafting.drafter import Drafter
 from hf_specgen.errors import SpecGenError, reason_of
-from hf_specgen.facts import TargetFacts
 from hf_specgen.generate import SpeculativeDecoding
-from hf_specgen.stats import RowStats
+from hf_specgen.models.facts import TargetFacts
+from hf_specgen.round.stats import RowStats
 from hf_specgen.trainers.disk import alone, append, write_whole, writing
 
 FORMAT = 1

@@ -14,7 +14,7 @@ import torch
 import transformers
 from transformers import TrainerState
 
-from hf_specgen.card import CURVE, TRAINING, TRAINING_SCHEMA
+from hf_specgen.checkpoints.card import CURVE, TRAINING, TRAINING_SCHEMA
 from hf_specgen.errors import SpecGenError
 from hf_specgen.trainers.base import DrafterTrainer
 from hf_specgen.trainers.worth import Worth

@@ -17,7 +17,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_specgen.chats import read_settings
-from hf_specgen.drafter_config import DrafterConfig
+from hf_specgen.checkpoints.config import DrafterConfig
 from hf_specgen.errors import SpecGenError, reason_of
 from hf_specgen.loading import classes_of
 from hf_specgen.trainers.base import DrafterTrainer, DrafterTrainingArguments

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_specgen.drafters.small_model import check_vocabularies
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError, reason_of
-from hf_specgen.facts import TargetFacts
+from hf_specgen.models.facts import TargetFacts
 from hf_specgen.trainers.base import DrafterTrainingArguments, public_name
 from hf_specgen.trainers.data import DataOptions, load_data, prepare_dataset
 from hf_specgen.trainers.feature_cache import MANIFEST, ROWS

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from hf_specgen.drafters.learned import TrainingOutput
 from hf_specgen.drafters.prompt_lookup import PromptLookup
-from hf_specgen.drafters.unrolling import Lesson, chosen, told, weighted
+from hf_specgen.drafting.learned import TrainingOutput
+from hf_specgen.drafting.unrolling import Lesson, chosen, told, weighted
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError, UnsupportedTarget
 from hf_specgen.trainers.data import row_seed
 from hf_specgen.trainers.frozen import FrozenTarget

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_specgen.drafters.learned import TrainingOutput
+from hf_specgen.drafting.learned import TrainingOutput
 
 
 class Tally:

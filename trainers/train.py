@@ -18,8 +18,8 @@ from pyarrow.lib import ArrowInvalid  # type: ignore[import-untyped]
 from transformers import PreTrainedModel, TrainingArguments, set_seed
 
 from hf_specgen.errors import SpecGenError, piped
-from hf_specgen.facts import TargetFacts
 from hf_specgen.loading import load_drafter
+from hf_specgen.models.facts import TargetFacts
 from hf_specgen.trainers.base import DrafterTrainer, public_name
 from hf_specgen.trainers.data import DraftCollator, unreadable
 from hf_specgen.trainers.feature_cache import FeatureCache

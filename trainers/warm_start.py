@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from hf_specgen.drafter_config import DrafterConfig
-from hf_specgen.drafters.layers import DraftLayer, PairLayer
-from hf_specgen.drafters.learned import LearnedDrafter
+from hf_specgen.checkpoints.config import DrafterConfig
 from hf_specgen.drafters.medusa import MedusaDrafter
+from hf_specgen.drafting.layers import DraftLayer, PairLayer
+from hf_specgen.drafting.learned import LearnedDrafter
 from hf_specgen.errors import SpecGenError, UnsupportedTarget
-from hf_specgen.facts import TargetFacts, holds_numbers, logits_width, whole
 from hf_specgen.loading import drafter_class
-from hf_specgen.models import bare
-from hf_specgen.taps import decoder_layers
+from hf_specgen.models.facts import TargetFacts, holds_numbers, logits_width, whole
+from hf_specgen.models.taps import decoder_layers
+from hf_specgen.models.wrappers import bare
 
 _MANY_LAYERS = 7  # from here on the default boundaries of EAGLE-3 are distinct
 _HEADS = 4  # of new Medusa heads

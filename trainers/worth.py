@@ -12,14 +12,14 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_specgen.drafters.base import Drafter
-from hf_specgen.drafters.learned import LearnedDrafter
 from hf_specgen.drafters.prompt_lookup import PromptLookup
 from hf_specgen.drafters.small_model import SmallModel
 from hf_specgen.drafters.with_lookup import WithLookup
+from hf_specgen.drafting.drafter import Drafter
+from hf_specgen.drafting.learned import LearnedDrafter
 from hf_specgen.generate import SpeculativeDecoding
-from hf_specgen.models import input_device
-from hf_specgen.stats import RowStats
+from hf_specgen.models.wrappers import input_device
+from hf_specgen.round.stats import RowStats
 
 PLAIN, LOOKUP, FIXED, OURS = "plain", "prompt lookup", "drafter, fixed length", "drafter"
 COMBINED = "drafter with prompt lookup"

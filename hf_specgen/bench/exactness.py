@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_specgen.bench.compare import Divergence
-from hf_specgen.bench.methods import OURS, Decoding, Method, plain_method
-from hf_specgen.bench.prompts import Prompt
 from hf_specgen.bench.report import batch_sizes
-from hf_specgen.bench.run import Progress, Settings, run_bench
 from hf_specgen.errors import SpecGenError
-from hf_specgen.facts import logits_width
+from hf_specgen.measure.compare import Divergence
+from hf_specgen.measure.methods import OURS, Decoding, Method, plain_method
+from hf_specgen.measure.prompts import Prompt
+from hf_specgen.measure.run import Progress, Settings, run_bench
+from hf_specgen.models.facts import logits_width
 
 LAW_LENGTH = 3
 # room behind the checked tokens, so that drafts of the first round are not cut short

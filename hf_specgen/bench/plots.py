@@ -6,9 +6,9 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_specgen.bench.methods import PLAIN, PLAIN_PREPACKED
 from hf_specgen.bench.report import Report, compared_with, ratios_over, write_atomic
 from hf_specgen.errors import SpecGenError
+from hf_specgen.measure.methods import PLAIN, PLAIN_PREPACKED
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -17,11 +17,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hf_specgen.bench.compare import ratio_words, short_ratio
-from hf_specgen.bench.methods import CONSTANT, OURS, OURS_PREPACKED, PLAIN, PLAIN_PREPACKED, STOCK, Method
-from hf_specgen.bench.prompts import MIXED
-from hf_specgen.bench.run import BatchResult, Cell, Settings
-from hf_specgen.stats import RowStats
+from hf_specgen.measure.compare import ratio_words, short_ratio
+from hf_specgen.measure.methods import CONSTANT, OURS, OURS_PREPACKED, PLAIN, PLAIN_PREPACKED, STOCK, Method
+from hf_specgen.measure.prompts import MIXED
+from hf_specgen.measure.run import BatchResult, Cell, Settings
+from hf_specgen.round.stats import RowStats
 
 SCHEMA = "hf_specgen.bench/1"
 RESAMPLES = 2000

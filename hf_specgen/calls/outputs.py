@@ -9,10 +9,10 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from hf_specgen.draft import Round
-from hf_specgen.sequences import Sequences
-from hf_specgen.stats import AcceptanceStats
-from hf_specgen.target import Scores
+from hf_specgen.models.target import Scores
+from hf_specgen.round.records import Round
+from hf_specgen.round.sequences import Sequences
+from hf_specgen.round.stats import AcceptanceStats
 
 
 class OutputLog:

@@ -14,17 +14,17 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import ops
-from hf_specgen.costs import Costs
 from hf_specgen.errors import SpecGenError
-from hf_specgen.facts import logits_width, step_size
-from hf_specgen.forward import check_arguments
-from hf_specgen.layer_kinds import layer_kinds
-from hf_specgen.lossy import Typical, read_rule, warn_lossy
-from hf_specgen.models import input_device, shared_seed
-from hf_specgen.packing import is_prepacked
-from hf_specgen.sequences import DraftRequest, OnTokens, Sequences, Stops
-from hf_specgen.verify import RULES
-from hf_specgen.warp import Warp
+from hf_specgen.models.cached_model import check_arguments
+from hf_specgen.models.facts import logits_width, step_size
+from hf_specgen.models.layer_kinds import layer_kinds
+from hf_specgen.models.prepack import is_prepacked
+from hf_specgen.models.wrappers import input_device, shared_seed
+from hf_specgen.round.costs import Costs
+from hf_specgen.round.sequences import DraftRequest, OnTokens, Sequences, Stops
+from hf_specgen.round.typical import Typical, read_rule, warn_lossy
+from hf_specgen.round.verify import RULES
+from hf_specgen.round.warp import Warp
 
 _REFUSED_SETTINGS = {
     "penalty_alpha": "contrastive search ranks several continuations",

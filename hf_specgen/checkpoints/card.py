@@ -13,11 +13,11 @@ from typing import Any
 from huggingface_hub import ModelCardData
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from hf_specgen.drafter_config import DrafterConfig
+from hf_specgen.checkpoints.config import DrafterConfig
+from hf_specgen.checkpoints.formats.base import ReadOptions
+from hf_specgen.checkpoints.formats.vllm_serves import dropped_by_vllm
+from hf_specgen.checkpoints.opening import Report, open_checkpoint
 from hf_specgen.errors import SpecGenError
-from hf_specgen.formats.base import ReadOptions
-from hf_specgen.formats.vllm_serves import dropped_by_vllm
-from hf_specgen.hub import Report, open_checkpoint
 
 CARD = "README.md"
 TEMPLATE, TRAINING_PART = "template.md.jinja", "training.md.jinja"

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_specgen.drafter_config import DrafterConfig
+from hf_specgen.checkpoints.config import DrafterConfig
+from hf_specgen.checkpoints.files import CONFIG, HubOptions, Shape, find_files, read_json, read_tensors, weight_files
+from hf_specgen.checkpoints.formats.base import Checkpoint, Layout, Plan, ReadOptions, Source, detect, other_method
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError
-from hf_specgen.files import CONFIG, HubOptions, Shape, find_files, read_json, read_tensors, weight_files
-from hf_specgen.formats.base import Checkpoint, Layout, Plan, ReadOptions, Source, detect, other_method
 
 INT_MAPS = ("d2t", "t2d")
 NOT_CHANGED = ("self", "kwargs", "method", "target")

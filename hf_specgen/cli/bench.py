@@ -13,10 +13,10 @@ from hf_specgen.cli.options import Dtype, Rule
 from hf_specgen.errors import SpecGenError
 
 if TYPE_CHECKING:
-    from hf_specgen.bench.methods import Method
-    from hf_specgen.bench.prompts import Prompt
-    from hf_specgen.bench.run import Settings
     from hf_specgen.cli.session import Session
+    from hf_specgen.measure.methods import Method
+    from hf_specgen.measure.prompts import Prompt
+    from hf_specgen.measure.run import Settings
 
 Demo = Annotated[
     bool, typer.Option("--demo", help="The demo: SmolLM2-135M, six prompts to copy from, about three minutes.")
@@ -94,8 +94,8 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     Ratios below 1 are called slower. Greedy texts are compared with the plain ones; where they part, the target's
     logit gap there is reported. With --prepack every ratio is given against prepacked plain generate() as well.
     """
-    from hf_specgen.bench.run import Settings
     from hf_specgen.cli import session as work
+    from hf_specgen.measure.run import Settings
 
     if demo and (target, prompts, task_prompts) != (None, None, None):
         raise SpecGenError("--demo brings its own target and prompts. Leave --target and theirs out, or --demo.")
@@ -124,11 +124,11 @@ def _check_float32(session: Session, prompts: list[Prompt], settings: Settings, 
     """
     from dataclasses import replace
 
-    from hf_specgen.bench.compare import tie_tolerance
     from hf_specgen.bench.exactness import check_greedy
-    from hf_specgen.bench.methods import Decoding
-    from hf_specgen.bench.prompts import select
     from hf_specgen.cli.session import progress_bar
+    from hf_specgen.measure.compare import tie_tolerance
+    from hf_specgen.measure.methods import Decoding
+    from hf_specgen.measure.prompts import select
 
     model = session.model.float()  # the command ends here: nothing reads the old weights again
     method = session.prepacked().bound() if prepack else session.ours()
@@ -152,7 +152,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _methods(session: Session, batch_size: int, num_tokens: int, stock: bool | None, constant: bool) -> list[Method]:
-    from hf_specgen.bench.methods import CONSTANT, plain_method
+    from hf_specgen.measure.methods import CONSTANT, plain_method
 
     methods = [plain_method()]
     theirs = session.drafter.stock(num_tokens)
@@ -170,7 +170,7 @@ def _methods(session: Session, batch_size: int, num_tokens: int, stock: bool | N
 
 
 def _with_prepacked(session: Session, methods: list[Method]) -> list[Method]:
-    from hf_specgen.bench.methods import OURS_PREPACKED
+    from hf_specgen.measure.methods import OURS_PREPACKED
 
     packed = session.prepacked()
     return [methods[0], packed.bound_plain(), *methods[1:], packed.bound(name=OURS_PREPACKED)]
@@ -179,12 +179,12 @@ def _with_prepacked(session: Session, methods: list[Method]) -> list[Method]:
 def _measure(
     session: Session, prompts: list[Prompt], methods: list[Method], settings: Settings, out: Path | None
 ) -> None:
-    from hf_specgen.bench.machine import describe_machine
     from hf_specgen.bench.plots import write_plots
     from hf_specgen.bench.report import build_report, render, summary_line, write_json
-    from hf_specgen.bench.run import run_bench
     from hf_specgen.cli.session import note, progress_bar
     from hf_specgen.cli.session import out as results_console
+    from hf_specgen.measure.machine import describe_machine
+    from hf_specgen.measure.run import run_bench
 
     machine = describe_machine()
     note(f"{machine['cpu']}, {machine['threads']} threads; torch {machine['torch']}, {session.model.dtype}")

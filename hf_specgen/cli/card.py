@@ -31,7 +31,7 @@ def card(
     force: Force = False,
 ) -> None:
     """Write README.md from a drafter's config.json and measurements. What was not measured is left out."""
-    from hf_specgen.card import CardOptions, write_card
+    from hf_specgen.checkpoints.card import CardOptions, write_card
 
     if not folder.is_dir():
         raise SpecGenError(f"{folder} is no folder: give the one that save_pretrained or convert wrote.")

@@ -19,7 +19,7 @@ from hf_specgen.cli.options import OutLayout
 from hf_specgen.errors import SpecGenError
 
 if TYPE_CHECKING:
-    from hf_specgen.formats.base import Checkpoint
+    from hf_specgen.checkpoints.formats.base import Checkpoint
 
 OutFolder = Annotated[Path, typer.Argument(help="The folder that is written.", show_default=False)]
 To = Annotated[OutLayout, typer.Option("--to", help="The layout that is written.")]
@@ -59,10 +59,10 @@ def convert(  # noqa: PLR0913 - one parameter a flag
     Every tensor is accounted for; the folder is complete or untouched.
     """
     from hf_specgen.chats import read_settings
+    from hf_specgen.checkpoints.formats.base import ReadOptions, layout_named
+    from hf_specgen.checkpoints.opening import open_checkpoint
     from hf_specgen.cli.shortlist import Counted, with_fewer_ids
-    from hf_specgen.drafters.learned import check_fit
-    from hf_specgen.formats.base import ReadOptions, layout_named
-    from hf_specgen.hub import open_checkpoint
+    from hf_specgen.drafting.learned import check_fit
 
     check_replaceable(folder, force)
     template = read_settings(chat_template_kwargs, "--chat-template-kwargs")
@@ -92,9 +92,9 @@ def with_lent(found: Checkpoint, wanted: tuple[str, ...], target: str | None) ->
     Without ``--target`` the target is the one that the drafter names, if its files can be had: the layout says what
     follows where they cannot.
     """
+    from hf_specgen.checkpoints.formats.lent import lent_by
+    from hf_specgen.checkpoints.opening import open_source
     from hf_specgen.cli.session import note
-    from hf_specgen.formats.lent import lent_by
-    from hf_specgen.hub import open_source
 
     name = target or str(found.config.target.get("name") or "")
     if not wanted or not name:
@@ -128,7 +128,7 @@ def replaced(folder: Path) -> Iterator[Path]:
 
     Files of the old one that are neither config nor weights stay.
     """
-    from hf_specgen.files import is_weights
+    from hf_specgen.checkpoints.files import is_weights
 
     place = folder.resolve()
     place.parent.mkdir(parents=True, exist_ok=True)

@@ -103,7 +103,7 @@ def estimate(  # noqa: PLR0913 - one parameter a flag
 def _config(name: str) -> Any:
     from transformers import AutoConfig
 
-    from hf_specgen.bench.demo import DEMO, DEMO_FOLDER, DEMO_HUB_ID, cache_dir
+    from hf_specgen.measure.demo import DEMO, DEMO_FOLDER, DEMO_HUB_ID, cache_dir
 
     if name == DEMO:
         folder = cache_dir() / DEMO_FOLDER

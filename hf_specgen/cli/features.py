@@ -95,7 +95,7 @@ def features(  # noqa: PLR0913 - one parameter a flag
 def _known(session: Any, data: str, template: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return who wrote the texts, in words, and what their chat template was told; warn of another target's."""
     from hf_specgen.cli.session import note
-    from hf_specgen.facts import TargetFacts
+    from hf_specgen.models.facts import TargetFacts
     from hf_specgen.trainers.sources import answered, check_template
 
     texts = answered(data, TargetFacts.of(session.model))
@@ -108,9 +108,9 @@ def _known(session: Any, data: str, template: dict[str, Any]) -> tuple[str, dict
 
 
 def _boundaries(session: Any, method: Reads, init_from: str | None) -> tuple[int, ...]:
-    from hf_specgen.facts import TargetFacts
     from hf_specgen.loading import load_drafter
-    from hf_specgen.taps import FINAL
+    from hf_specgen.models.facts import TargetFacts
+    from hf_specgen.models.taps import FINAL
     from hf_specgen.trainers.warm_start import default_boundaries
 
     if init_from is not None:

@@ -47,7 +47,6 @@ def generate(  # noqa: PLR0913 - one parameter a flag
     prepack: options.Prepack = False,
 ) -> None:
     """Write text with speculative decoding. Text goes to stdout, everything else to stderr."""
-    from hf_specgen.bench.prompts import Prompt, read_prompts
     from hf_specgen.cli.session import (
         ModelFlags,
         note,
@@ -57,6 +56,7 @@ def generate(  # noqa: PLR0913 - one parameter a flag
         template_settings,
     )
     from hf_specgen.cli.writing import Writer
+    from hf_specgen.measure.prompts import Prompt, read_prompts
 
     _check_source(prompt, file, chat, compare, batch, no_chat)
     template = template_settings(chat_template_kwargs, not no_chat)

@@ -11,9 +11,9 @@ from hf_specgen.cli import options
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError, reason_of
 
 if TYPE_CHECKING:
-    from hf_specgen.facts import TargetFacts
-    from hf_specgen.formats.base import ReadOptions, Source
-    from hf_specgen.hub import Report
+    from hf_specgen.checkpoints.formats.base import ReadOptions, Source
+    from hf_specgen.checkpoints.opening import Report
+    from hf_specgen.models.facts import TargetFacts
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 TargetName = Annotated[
@@ -32,9 +32,9 @@ def inspect(
 
     Exit code 1 when it would be refused.
     """
-    from hf_specgen.files import HubOptions
-    from hf_specgen.formats.base import ReadOptions
-    from hf_specgen.hub import open_source
+    from hf_specgen.checkpoints.files import HubOptions
+    from hf_specgen.checkpoints.formats.base import ReadOptions
+    from hf_specgen.checkpoints.opening import open_source
 
     facts = read_facts(target)
     refused, report, source = None, None, None
@@ -56,7 +56,7 @@ def read_facts(target: str | None) -> TargetFacts:
     """Read what a target's config says. Raises: ``SpecGenError`` when it cannot be read."""
     from transformers import AutoConfig
 
-    from hf_specgen.facts import TargetFacts
+    from hf_specgen.models.facts import TargetFacts
 
     if target is None:
         return TargetFacts()
@@ -67,7 +67,7 @@ def read_facts(target: str | None) -> TargetFacts:
 
 
 def _resolve(source: Source, read: ReadOptions) -> Report:
-    from hf_specgen.hub import Opened, identify
+    from hf_specgen.checkpoints.opening import Opened, identify
     from hf_specgen.loading import checked
 
     layout = identify(source)
@@ -75,7 +75,7 @@ def _resolve(source: Source, read: ReadOptions) -> Report:
 
 
 def _misfit(report: Report | None, target: str | None, facts: TargetFacts) -> str | None:
-    from hf_specgen.drafters.learned import check_fit
+    from hf_specgen.drafting.learned import check_fit
 
     if report is None or target is None:
         return None

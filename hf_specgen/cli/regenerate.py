@@ -14,7 +14,7 @@ from hf_specgen.cli.options import Dtype, Rule
 from hf_specgen.errors import SpecGenError, reason_of
 
 if TYPE_CHECKING:
-    from hf_specgen.bench.prompts import Prompt
+    from hf_specgen.measure.prompts import Prompt
     from hf_specgen.trainers.regenerate import Author, Question, Report, Sampling, Source
 
 Out = Annotated[Path, typer.Option("--out", help="The .jsonl or .parquet file that is written.", show_default=False)]
@@ -101,8 +101,8 @@ def regenerate(  # noqa: PLR0913 - one parameter a flag
 def _prompts(
     file: Path | None, tasks: int | None, task_seed: int, data: str | None, split: str, limit: int | None, strict: bool
 ) -> list[Prompt]:
-    from hf_specgen.bench.prompts import Prompt, read_prompts, select
-    from hf_specgen.bench.task_prompts import task_prompts
+    from hf_specgen.measure.prompts import Prompt, read_prompts, select
+    from hf_specgen.measure.task_prompts import task_prompts
 
     if (file is not None) + (tasks is not None) + (data is not None) != 1:
         raise SpecGenError("exactly one of --prompts, --task-prompts and --data is required.")
@@ -131,9 +131,9 @@ class Reading:
 
 def _questions(prompts: list[Prompt], session: Any, reading: Reading, new_tokens: int) -> list[Question]:
     """Encode prompts; before anything is written those that do not fit are refused, or left out."""
-    from hf_specgen.bench.prompts import encode
-    from hf_specgen.bench.run import check_room
     from hf_specgen.cli.session import note
+    from hf_specgen.measure.prompts import encode
+    from hf_specgen.measure.run import check_room
     from hf_specgen.trainers.regenerate import Question
 
     questions, refused = [], ""
@@ -156,8 +156,8 @@ def _questions(prompts: list[Prompt], session: Any, reading: Reading, new_tokens
 
 def _author(session: Any, sampling: Sampling, prepack: bool) -> tuple[Author, dict[str, Any]]:
     """Return the target in this process, and what is noted of it."""
-    from hf_specgen.bench.prompts import pad_token
-    from hf_specgen.packing import prepack as prepacked
+    from hf_specgen.measure.prompts import pad_token
+    from hf_specgen.models.prepack import prepack as prepacked
     from hf_specgen.trainers import regenerate as work
 
     if prepack:
@@ -198,7 +198,7 @@ def _source(session: Any, sampling: Sampling, reading: Reading, notes: dict[str,
     import transformers
 
     import hf_specgen
-    from hf_specgen.facts import TargetFacts
+    from hf_specgen.models.facts import TargetFacts
     from hf_specgen.trainers.regenerate import Source, end_tokens
 
     notes = {

@@ -13,8 +13,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from hf_specgen.bench.demo import load_target
-from hf_specgen.bench.methods import (
+from hf_specgen.chats import read_settings
+from hf_specgen.cli.options import Dtype, Rule
+from hf_specgen.errors import SpecGenError
+from hf_specgen.measure.demo import load_target
+from hf_specgen.measure.methods import (
     OURS,
     PLAIN_PREPACKED,
     Decoding,
@@ -25,12 +28,9 @@ from hf_specgen.bench.methods import (
     plain_method,
     prepacked_twin,
 )
-from hf_specgen.bench.prompts import Prompt, own_prompts, read_prompts, select
-from hf_specgen.bench.run import Progress as OnProgress
-from hf_specgen.bench.task_prompts import task_prompts
-from hf_specgen.chats import read_settings
-from hf_specgen.cli.options import Dtype, Rule
-from hf_specgen.errors import SpecGenError
+from hf_specgen.measure.prompts import Prompt, own_prompts, read_prompts, select
+from hf_specgen.measure.run import Progress as OnProgress
+from hf_specgen.measure.task_prompts import task_prompts
 
 FILE_WIDTH = 110
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hf_specgen.errors import SpecGenError, reason_of
 
 if TYPE_CHECKING:
-    from hf_specgen.formats.base import Checkpoint
+    from hf_specgen.checkpoints.formats.base import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ def with_fewer_ids(found: Checkpoint, size: int, source: Counted) -> Checkpoint:
 
     Raises: ``SpecGenError`` for no data, no tokenizer, or a size that is no reduction.
     """
+    from hf_specgen.checkpoints.formats.shortlist import drafted_ids, shortened
     from hf_specgen.cli.session import note
-    from hf_specgen.formats.shortlist import drafted_ids, shortened
 
     known = drafted_ids(found)
     data = source.data

@@ -16,9 +16,9 @@ def train(context: typer.Context, method: Method = "--help") -> None:
     Arguments are those of transformers' TrainingArguments and of the method; hf-specgen train eagle3 --help lists them.
     Several processes: accelerate launch -m hf_specgen.trainers.train eagle3 ...
     """
-    from hf_specgen.bench.demo import DEMO, DEMO_HUB_ID, load_target
     from hf_specgen.cli.session import note
     from hf_specgen.errors import SpecGenError
+    from hf_specgen.measure.demo import DEMO, DEMO_HUB_ID, load_target
 
     try:
         from hf_specgen.trainers import train as work

@@ -12,10 +12,10 @@ from hf_specgen.errors import SpecGenError
 
 if TYPE_CHECKING:
     from hf_specgen.bench.exactness import GreedyReport, LawReport
-    from hf_specgen.bench.methods import Decoding, Method
-    from hf_specgen.bench.prompts import Prompt
-    from hf_specgen.bench.run import Settings
     from hf_specgen.cli.session import Session
+    from hf_specgen.measure.methods import Decoding, Method
+    from hf_specgen.measure.prompts import Prompt
+    from hf_specgen.measure.run import Settings
 
 Tolerance = Annotated[
     float | None,
@@ -57,9 +57,9 @@ def verify(  # noqa: PLR0913 - one parameter a flag
     enumerated from plain forwards. The sampling flags concern the law check. Prepacked models are compared with the
     plain ones. Exit code 1 when a check fails.
     """
-    from hf_specgen.bench.methods import Decoding
-    from hf_specgen.bench.run import Settings
     from hf_specgen.cli import session as work
+    from hf_specgen.measure.methods import Decoding
+    from hf_specgen.measure.run import Settings
 
     template = work.template_settings(chat_template_kwargs, not no_chat)
     flags = work.ModelFlags(target, drafter, _exact(rule), sample_drafts, dtype, device, threads)
@@ -97,9 +97,9 @@ def _exact(rule: Rule) -> Rule:
 def _check_greedy(
     session: Session, prompts: list[Prompt], settings: Settings, method: Method, tolerance: float | None
 ) -> bool:
-    from hf_specgen.bench.compare import tie_tolerance
     from hf_specgen.bench.exactness import check_greedy
     from hf_specgen.cli.session import progress_bar
+    from hf_specgen.measure.compare import tie_tolerance
 
     limit = tie_tolerance(session.model.dtype) if tolerance is None else tolerance
     with progress_bar("greedy texts") as progress:
@@ -135,8 +135,8 @@ def _check_law(
     samples: int,
 ) -> bool:
     from hf_specgen.bench.exactness import check_law
-    from hf_specgen.bench.prompts import encode
     from hf_specgen.cli.session import progress_bar
+    from hf_specgen.measure.prompts import encode
 
     ids = encode(prompt, session.tokenizer, settings.chat, settings.chat_template_kwargs)
     expected = session.drafter.spec != "none"

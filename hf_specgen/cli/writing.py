@@ -11,13 +11,13 @@ from rich.columns import Columns
 from rich.panel import Panel
 from rich.text import Text
 
-from hf_specgen.bench.compare import Divergence, find_divergence, ratio_words
-from hf_specgen.bench.machine import Stopwatch, Timing
-from hf_specgen.bench.methods import Decoding, Method, Output, our_method, plain_method
-from hf_specgen.bench.prompts import Prompt, encode, pad_left, pad_token
-from hf_specgen.bench.run import check_room
 from hf_specgen.cli.session import Session, note, out
 from hf_specgen.errors import SpecGenError, reason_of
+from hf_specgen.measure.compare import Divergence, find_divergence, ratio_words
+from hf_specgen.measure.machine import Stopwatch, Timing
+from hf_specgen.measure.methods import Decoding, Method, Output, our_method, plain_method
+from hf_specgen.measure.prompts import Prompt, encode, pad_left, pad_token
+from hf_specgen.measure.run import check_room
 
 WARM_UP_TOKENS = 8
 

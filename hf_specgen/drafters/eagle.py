@@ -6,14 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_specgen.cache import SlotCache
-from hf_specgen.drafter_config import DrafterConfig
-from hf_specgen.drafters.features import FeatureDrafter
-from hf_specgen.drafters.layers import DraftLayer, Masks
-from hf_specgen.drafters.learned import Objective, TrainingOutput
-from hf_specgen.drafters.unrolling import Lesson, chosen, drafted, judge, weighted
+from hf_specgen.checkpoints.config import DrafterConfig
+from hf_specgen.drafting.features import FeatureDrafter
+from hf_specgen.drafting.layers import DraftLayer, Masks
+from hf_specgen.drafting.learned import Objective, TrainingOutput
+from hf_specgen.drafting.unrolling import Lesson, chosen, drafted, judge, weighted
 from hf_specgen.errors import SpecGenError
-from hf_specgen.taps import FINAL
+from hf_specgen.models.slot_cache import SlotCache
+from hf_specgen.models.taps import FINAL
 
 
 class EagleDrafter(FeatureDrafter):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from hf_specgen.cache import SlotCache
-from hf_specgen.drafter_config import DrafterConfig
-from hf_specgen.drafters.features import FeatureDrafter
-from hf_specgen.drafters.layers import DraftLayer, LayerClasses, Masks, PairLayer
-from hf_specgen.drafters.learned import Objective, TrainingOutput
-from hf_specgen.drafters.unrolling import Lesson, unroll
+from hf_specgen.checkpoints.config import DrafterConfig
+from hf_specgen.drafting.features import FeatureDrafter
+from hf_specgen.drafting.layers import DraftLayer, LayerClasses, Masks, PairLayer
+from hf_specgen.drafting.learned import Objective, TrainingOutput
+from hf_specgen.drafting.unrolling import Lesson, unroll
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError
+from hf_specgen.models.slot_cache import SlotCache
 
 _FUSED = 3
 _LEAST_LAYERS = 7  # with fewer the three default boundaries are not distinct

@@ -11,21 +11,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_specgen.coins import Coins
-from hf_specgen.costs import Rate
-from hf_specgen.draft import DenseQ, Draft, Round, Tree, spread
-from hf_specgen.drafter_config import DrafterConfig
-from hf_specgen.drafters.base import DraftLength, Pace, fit_width, no_numbers, warn_shallow
-from hf_specgen.drafters.borrowed import TargetParts
-from hf_specgen.drafters.growing import check_confidence, check_drawn, check_shape
-from hf_specgen.drafters.learned import LearnedDrafter, Objective, TrainingOutput
-from hf_specgen.drafters.trees import ABSENT, DynamicShape, Growth, Shape, StaticShape, depth_of, parse_shape, top
-from hf_specgen.drafters.unrolling import Lesson, chosen, told, weighted
+from hf_specgen.checkpoints.config import DrafterConfig
+from hf_specgen.drafting.borrowed import TargetParts
+from hf_specgen.drafting.drafter import DraftLength, Pace, fit_width, no_numbers, warn_shallow
+from hf_specgen.drafting.fill import check_confidence, check_drawn, check_shape
+from hf_specgen.drafting.learned import LearnedDrafter, Objective, TrainingOutput
+from hf_specgen.drafting.shapes import ABSENT, DynamicShape, Growth, Shape, StaticShape, depth_of, parse_shape, top
+from hf_specgen.drafting.unrolling import Lesson, chosen, told, weighted
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError
-from hf_specgen.facts import TOKEN_OVERHEAD, TargetFacts, holds_numbers, logits_width, other_layers, whole
-from hf_specgen.models import bare, input_device
-from hf_specgen.sequences import Sequences
-from hf_specgen.taps import FINAL
+from hf_specgen.models.facts import TOKEN_OVERHEAD, TargetFacts, holds_numbers, logits_width, other_layers, whole
+from hf_specgen.models.taps import FINAL
+from hf_specgen.models.wrappers import bare, input_device
+from hf_specgen.round.coins import Coins
+from hf_specgen.round.costs import Rate
+from hf_specgen.round.records import DenseQ, Draft, Round, Tree, spread
+from hf_specgen.round.sequences import Sequences
 
 _HUB = ("revision", "token", "cache_dir", "local_files_only")
 

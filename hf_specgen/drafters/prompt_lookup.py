@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from hf_specgen.costs import Costs, Rate
-from hf_specgen.draft import Draft, Round, Tree
-from hf_specgen.drafters.base import Drafter, DraftLength
+from hf_specgen.drafting.drafter import Drafter, DraftLength
 from hf_specgen.errors import SpecGenError
-from hf_specgen.sequences import Sequences
+from hf_specgen.round.costs import Costs, Rate
+from hf_specgen.round.records import Draft, Round, Tree
+from hf_specgen.round.sequences import Sequences
 
 _PRIORS = ((0.15, 0.6), (0.4, 0.7), (0.6, 0.85))
 

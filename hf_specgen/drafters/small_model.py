@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specgen import ops
-from hf_specgen.coins import DRAFT
-from hf_specgen.costs import Costs, Rate
-from hf_specgen.draft import DenseQ, Draft, Round, Tree, spread
-from hf_specgen.drafters.base import Drafter, DraftLength, Pace, fit_width, no_numbers
+from hf_specgen.drafting.drafter import Drafter, DraftLength, Pace, fit_width, no_numbers
 from hf_specgen.errors import IncompatibleDrafter
-from hf_specgen.facts import step_size
-from hf_specgen.forward import CachedModel
-from hf_specgen.models import driven
-from hf_specgen.sequences import Sequences
+from hf_specgen.models.cached_model import CachedModel
+from hf_specgen.models.facts import step_size
+from hf_specgen.models.wrappers import driven
+from hf_specgen.round.coins import DRAFT
+from hf_specgen.round.costs import Costs, Rate
+from hf_specgen.round.records import DenseQ, Draft, Round, Tree, spread
+from hf_specgen.round.sequences import Sequences
 
 
 class SmallModel(Drafter):

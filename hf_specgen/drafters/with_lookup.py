@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specgen.costs import Costs, Rate
-from hf_specgen.draft import DenseQ, Draft, Round, SparseQ, Tree
-from hf_specgen.drafters.base import Drafter
 from hf_specgen.drafters.prompt_lookup import Found, PromptLookup
+from hf_specgen.drafting.drafter import Drafter
 from hf_specgen.errors import SpecGenError
-from hf_specgen.sequences import Sequences
+from hf_specgen.round.costs import Costs, Rate
+from hf_specgen.round.records import DenseQ, Draft, Round, SparseQ, Tree
+from hf_specgen.round.sequences import Sequences
 
 _PAUSE = 16  # rounds without a draft of the other drafter until its rates are forgotten; doubled each time
 _DEPTH = 4  # what is assumed of its drafts before the first one

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hf_specgen.errors import IncompatibleDrafter
-from hf_specgen.facts import TargetFacts, holds_numbers, whole
-from hf_specgen.models import gives_each_row_its_adapter
+from hf_specgen.models.facts import TargetFacts, holds_numbers, whole
+from hf_specgen.models.wrappers import gives_each_row_its_adapter
 
 _CLOSE = 0.02  # of the largest logit: two kernels of one matrix differ by less, also in bfloat16
 _SAMPLED_ROWS = 16

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specgen.costs import Costs, Rate
-from hf_specgen.draft import Draft, Round
 from hf_specgen.errors import SpecGenError, warn
-from hf_specgen.sequences import DraftRequest, Sequences
+from hf_specgen.round.costs import Costs, Rate
+from hf_specgen.round.records import Draft, Round
+from hf_specgen.round.sequences import DraftRequest, Sequences
 
 SCHEDULES = ("constant", "heuristic", "heuristic_transient", "adaptive")
 

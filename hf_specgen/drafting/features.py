@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 
 from hf_specgen import ops
-from hf_specgen.cache import SlotCache
-from hf_specgen.costs import Costs, Rate
-from hf_specgen.draft import DenseQ, Draft, Round, Tree, spread
-from hf_specgen.drafter_config import DrafterConfig
-from hf_specgen.drafters.base import DraftLength, Pace, warn_shallow
-from hf_specgen.drafters.growing import Grower, Laws, Plan, check_confidence, check_drawn, check_shape
-from hf_specgen.drafters.layers import Masks, Rotary
-from hf_specgen.drafters.learned import LearnedDrafter
-from hf_specgen.drafters.pairs import PairCache
-from hf_specgen.drafters.trees import DynamicShape, Shape, StaticShape, depth_of, parse_shape
+from hf_specgen.checkpoints.config import DrafterConfig
+from hf_specgen.drafting.drafter import DraftLength, Pace, warn_shallow
+from hf_specgen.drafting.fill import Grower, Laws, Plan, check_confidence, check_drawn, check_shape
+from hf_specgen.drafting.layers import Masks, Rotary
+from hf_specgen.drafting.learned import LearnedDrafter
+from hf_specgen.drafting.pair_cache import PairCache
+from hf_specgen.drafting.shapes import DynamicShape, Shape, StaticShape, depth_of, parse_shape
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError
-from hf_specgen.facts import LAYER_OVERHEAD, TOKEN_OVERHEAD
-from hf_specgen.sequences import Sequences
+from hf_specgen.models.facts import LAYER_OVERHEAD, TOKEN_OVERHEAD
+from hf_specgen.models.slot_cache import SlotCache
+from hf_specgen.round.costs import Costs, Rate
+from hf_specgen.round.records import DenseQ, Draft, Round, Tree, spread
+from hf_specgen.round.sequences import Sequences
 
 _DEEPEST = 8
 _CONSTANT = 4

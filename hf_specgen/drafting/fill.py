@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from hf_specgen import ops
-from hf_specgen.coins import Coins
-from hf_specgen.costs import Costs
-from hf_specgen.draft import DenseQ, Draft, Tree
-from hf_specgen.drafters.base import fit_width, no_numbers
-from hf_specgen.drafters.pairs import PairCache
-from hf_specgen.drafters.trees import ABSENT, DynamicShape, Growth, Shape, StaticShape
+from hf_specgen.drafting.drafter import fit_width, no_numbers
+from hf_specgen.drafting.pair_cache import PairCache
+from hf_specgen.drafting.shapes import ABSENT, DynamicShape, Growth, Shape, StaticShape
 from hf_specgen.errors import SpecGenError
-from hf_specgen.lossy import Typical
-from hf_specgen.sequences import Sequences
+from hf_specgen.round.coins import Coins
+from hf_specgen.round.costs import Costs
+from hf_specgen.round.records import DenseQ, Draft, Tree
+from hf_specgen.round.sequences import Sequences
+from hf_specgen.round.typical import Typical
 
 
 class HeadModel(Protocol):

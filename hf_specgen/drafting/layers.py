@@ -15,10 +15,10 @@ from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from hf_specgen import ops
-from hf_specgen.cache import SlotCache
-from hf_specgen.drafter_config import PART
-from hf_specgen.drafters.unrolling import StepMask
+from hf_specgen.checkpoints.config import PART
+from hf_specgen.drafting.unrolling import StepMask
 from hf_specgen.errors import SpecGenError
+from hf_specgen.models.slot_cache import SlotCache
 
 _NAME = "specgen_draft"
 

@@ -18,20 +18,20 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_specgen.card import CARD, CardOptions, write_card
-from hf_specgen.costs import Costs
-from hf_specgen.drafter_config import DrafterConfig
-from hf_specgen.drafters.base import Drafter, missing
-from hf_specgen.drafters.borrowed import TargetParts
-from hf_specgen.drafters.trees import StaticShape, parse_shape
+from hf_specgen.checkpoints.card import CARD, CardOptions, write_card
+from hf_specgen.checkpoints.config import DrafterConfig
+from hf_specgen.checkpoints.files import hub_errors
+from hf_specgen.checkpoints.formats.base import Checkpoint, ReadOptions, layout_named
+from hf_specgen.checkpoints.formats.shortlist import shortened
+from hf_specgen.checkpoints.opening import Opened, Report, open_checkpoint
+from hf_specgen.drafting.borrowed import TargetParts
+from hf_specgen.drafting.drafter import Drafter, missing
+from hf_specgen.drafting.shapes import StaticShape, parse_shape
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError, reason_of
-from hf_specgen.facts import TargetFacts, holds_numbers
-from hf_specgen.files import hub_errors
-from hf_specgen.formats.base import Checkpoint, ReadOptions, layout_named
-from hf_specgen.formats.shortlist import shortened
-from hf_specgen.hub import Opened, Report, open_checkpoint
-from hf_specgen.models import bare, input_device
-from hf_specgen.sequences import Sequences
+from hf_specgen.models.facts import TargetFacts, holds_numbers
+from hf_specgen.models.wrappers import bare, input_device
+from hf_specgen.round.costs import Costs
+from hf_specgen.round.sequences import Sequences
 
 _EMBEDDING = "embed_tokens.weight"
 _ROWS = 4096  # of an embedding that are compared at once

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from hf_specgen.cache import SlotCache
-from hf_specgen.draft import Tree
-from hf_specgen.forward import staying
+from hf_specgen.models.cached_model import staying
+from hf_specgen.models.slot_cache import SlotCache
+from hf_specgen.round.records import Tree
 
 _CHUNK = 512  # columns one pass reads of a prompt: its mask has a row for each
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specgen.costs import Costs
-from hf_specgen.draft import Draft, Round
-from hf_specgen.drafters.base import Drafter
+from hf_specgen.drafting.drafter import Drafter
 from hf_specgen.errors import SpecGenError
-from hf_specgen.sequences import Sequences
+from hf_specgen.round.costs import Costs
+from hf_specgen.round.records import Draft, Round
+from hf_specgen.round.sequences import Sequences
 
 Paths = tuple[tuple[int, ...], ...]
 Rates = Sequence[Sequence[float]]

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from hf_specgen import ops
-from hf_specgen.coins import DRAFT, CoinSource
-from hf_specgen.costs import Costs
-from hf_specgen.draft import Tree
-from hf_specgen.drafters.sequoia import Paths, assumed_heads, best_paths
+from hf_specgen.drafting.sequoia import Paths, assumed_heads, best_paths
 from hf_specgen.errors import SpecGenError
+from hf_specgen.round.coins import DRAFT, CoinSource
+from hf_specgen.round.costs import Costs
+from hf_specgen.round.records import Tree
 
 NAMES = ("chain", "eagle", "medusa")
 ABSENT = -1

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from hf_specgen.drafters.learned import Objective, TrainingOutput
+from hf_specgen.drafting.learned import Objective, TrainingOutput
 
 Windows = Mapping[str, int | None]
 ALL: Windows = {"full_attention": None}

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_specgen.drafters.base import Drafter
-from hf_specgen.drafters.learned import LearnedDrafter
 from hf_specgen.drafters.prompt_lookup import PromptLookup
 from hf_specgen.drafters.small_model import SmallModel
 from hf_specgen.drafters.with_lookup import WithLookup
+from hf_specgen.drafting.drafter import Drafter
+from hf_specgen.drafting.learned import LearnedDrafter
 from hf_specgen.errors import SpecGenError
 from hf_specgen.generate import SpeculativeDecoding
 from hf_specgen.loading import load_drafter
-from hf_specgen.packing import prepack
-from hf_specgen.stats import AcceptanceStats
+from hf_specgen.models.prepack import prepack
+from hf_specgen.round.stats import AcceptanceStats
 
 Inputs = dict[str, Tensor]
 Load = Callable[[str], tuple[Any, Any]]

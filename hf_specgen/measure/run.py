@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_specgen.bench.compare import Divergence, find_divergence
-from hf_specgen.bench.machine import Stopwatch, Timing
-from hf_specgen.bench.methods import PLAIN, Decoding, Inputs, Method, Output
-from hf_specgen.bench.prompts import Prompt, batches, category_of, encode, pad_left, pad_token
 from hf_specgen.errors import SpecGenError
-from hf_specgen.stats import AcceptanceStats
+from hf_specgen.measure.compare import Divergence, find_divergence
+from hf_specgen.measure.machine import Stopwatch, Timing
+from hf_specgen.measure.methods import PLAIN, Decoding, Inputs, Method, Output
+from hf_specgen.measure.prompts import Prompt, batches, category_of, encode, pad_left, pad_token
+from hf_specgen.round.stats import AcceptanceStats
 
 Progress = Callable[[int, int, str], None]
 

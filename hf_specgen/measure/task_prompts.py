@@ -7,8 +7,8 @@ import random
 import re
 from importlib import resources
 
-from hf_specgen.bench.prompts import Prompt
 from hf_specgen.errors import SpecGenError
+from hf_specgen.measure.prompts import Prompt
 
 _SLOT = re.compile(r"\{(\w+)\}")
 _NUMBERS = {"small": (2, 12), "number": (5, 95), "large": (100, 900), "percent": (5, 60)}

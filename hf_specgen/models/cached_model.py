@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 
-from hf_specgen.attention import PassAttention, implementation_of
-from hf_specgen.cache import SlotCache
-from hf_specgen.draft import Tree
 from hf_specgen.errors import UnsupportedTarget
-from hf_specgen.models import input_device, origin, row_counter
-from hf_specgen.taps import Taps
+from hf_specgen.models.attention import PassAttention, implementation_of
+from hf_specgen.models.slot_cache import SlotCache
+from hf_specgen.models.taps import Taps
+from hf_specgen.models.wrappers import input_device, origin, row_counter
+from hf_specgen.round.records import Tree
 
 _CACHE_NAMES = ("cache", "past_key_values")
 

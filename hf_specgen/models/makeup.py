@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from hf_specgen.attention import implementation_of
-from hf_specgen.packing import is_plain
+from hf_specgen.models.attention import implementation_of
+from hf_specgen.models.prepack import is_plain
 
 _OWN_WRITERS = frozenset({"transformers", "torch", "hf_specgen"}) | sys.stdlib_module_names
 _OWN_MODULES = (
@@ -20,7 +20,7 @@ _OWN_MODULES = (
     "transformers.activations",
     "transformers.pytorch_utils",
     "torch.nn.modules.",
-    "hf_specgen.packing",
+    "hf_specgen.models.prepack",
 )
 _QUANTISING = ("torch.ao.", "torchao.", "bitsandbytes.")
 

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from transformers.pytorch_utils import Conv1D
 
 from hf_specgen.errors import SpecGenError
-from hf_specgen.models import roots
+from hf_specgen.models.wrappers import roots
 
 Model = TypeVar("Model", bound=nn.Module)
 

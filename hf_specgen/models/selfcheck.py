@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specgen.draft import Tree
 from hf_specgen.errors import UnsupportedTarget, reason_of
-from hf_specgen.forward import CachedModel
-from hf_specgen.makeup import Makeup, makeup_of
-from hf_specgen.models import input_device, row_counter
-from hf_specgen.thresholds import Threshold, copy_of, lower, thresholds_of
+from hf_specgen.models.cached_model import CachedModel
+from hf_specgen.models.makeup import Makeup, makeup_of
+from hf_specgen.models.thresholds import Threshold, copy_of, lower, thresholds_of
+from hf_specgen.models.wrappers import input_device, row_counter
+from hf_specgen.round.records import Tree
 
 TESTED = frozenset(
     f"{family}ForCausalLM"

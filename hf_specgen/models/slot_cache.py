@@ -18,8 +18,8 @@ from transformers import Cache, PretrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from hf_specgen import ops
-from hf_specgen.draft import Tree
-from hf_specgen.layer_kinds import layer_kinds
+from hf_specgen.models.layer_kinds import layer_kinds
+from hf_specgen.round.records import Tree
 
 _SPARE = 32
 

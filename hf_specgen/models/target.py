@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specgen.coins import Coins
-from hf_specgen.draft import Draft, Round, Verdict, spread
-from hf_specgen.forward import CachedModel
-from hf_specgen.fused import FLOATS, Dense, keeps_ties_by_id, never_empty
-from hf_specgen.sequences import Sequences
-from hf_specgen.verify import verify
-from hf_specgen.warp import Truncation
+from hf_specgen.models.cached_model import CachedModel
+from hf_specgen.round.coins import Coins
+from hf_specgen.round.records import Draft, Round, Verdict, spread
+from hf_specgen.round.sequences import Sequences
+from hf_specgen.round.verify import verify
+from hf_specgen.round.verify_dense import FLOATS, Dense, keeps_ties_by_id, never_empty
+from hf_specgen.round.warp import Truncation
 
 
 @dataclass(frozen=True)

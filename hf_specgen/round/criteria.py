@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import StoppingCriteria
 
 from hf_specgen.errors import SpecGenError
-from hf_specgen.state import State
+from hf_specgen.round.state import State
 
 
 class Criteria:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, PrefixConstrainedLogitsProcessor
 
 from hf_specgen.errors import SpecGenError
-from hf_specgen.state import State
+from hf_specgen.round.state import State
 
 Call = Callable[[LogitsProcessor, Tensor, Tensor], Tensor]
 Text = tuple[int, ...]

@@ -11,13 +11,13 @@ from torch import Tensor
 from transformers import EosTokenCriteria, MaxLengthCriteria, PreTrainedTokenizerBase, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specgen.coins import Coins
-from hf_specgen.costs import Costs
-from hf_specgen.criteria import Criteria
-from hf_specgen.draft import Round
 from hf_specgen.errors import SpecGenError
-from hf_specgen.lossy import Typical
-from hf_specgen.warp import Warp
+from hf_specgen.round.coins import Coins
+from hf_specgen.round.costs import Costs
+from hf_specgen.round.criteria import Criteria
+from hf_specgen.round.records import Round
+from hf_specgen.round.typical import Typical
+from hf_specgen.round.warp import Warp
 
 OnTokens = Callable[[int, list[int]], None]
 """Receive a row's index and its new tokens, once a round."""

@@ -9,8 +9,8 @@ from typing import Any, SupportsIndex
 
 from torch.serialization import DEFAULT_PROTOCOL as _FILE_PROTOCOL
 
-from hf_specgen.draft import Round
 from hf_specgen.errors import warn
+from hf_specgen.round.records import Round
 
 
 @dataclass

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from hf_specgen import ops
-from hf_specgen.coins import SAMPLE, CoinSource, toss
-from hf_specgen.draft import Draft, Verdict
 from hf_specgen.errors import SpecGenError, warn
-from hf_specgen.fused import Dense
+from hf_specgen.round.coins import SAMPLE, CoinSource, toss
+from hf_specgen.round.records import Draft, Verdict
+from hf_specgen.round.verify_dense import Dense
 
 
 @dataclass(frozen=True)

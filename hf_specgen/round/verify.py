@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_specgen import ops
-from hf_specgen.coins import ACCEPT, SAMPLE, CoinSource, toss
-from hf_specgen.draft import Draft, SparseQ, Verdict
 from hf_specgen.errors import SpecGenError
-from hf_specgen.fused import Dense, never_empty, verify_dense
-from hf_specgen.lossy import Typical, verify_typical
+from hf_specgen.round.coins import ACCEPT, SAMPLE, CoinSource, toss
+from hf_specgen.round.records import Draft, SparseQ, Verdict
+from hf_specgen.round.typical import Typical, verify_typical
+from hf_specgen.round.verify_dense import Dense, never_empty, verify_dense
 
 RULES = frozenset({"rejection", "block", "gumbel"})
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hf_specgen import ops
-from hf_specgen.coins import ACCEPT, SAMPLE, CoinSource
-from hf_specgen.draft import Draft, SparseQ, Verdict
+from hf_specgen.round.coins import ACCEPT, SAMPLE, CoinSource
+from hf_specgen.round.records import Draft, SparseQ, Verdict
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _BITONIC = 32  # torch sorts up to so many entries on a GPU by a network that mixes equal ones

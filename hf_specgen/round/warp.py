@@ -20,9 +20,9 @@ from transformers import (
 )
 
 from hf_specgen import ops
-from hf_specgen.criteria import criterion_refusal
-from hf_specgen.replay import Branch, Replay, Visit, label, refusal
-from hf_specgen.state import common_parts
+from hf_specgen.round.criteria import criterion_refusal
+from hf_specgen.round.replay import Branch, Replay, Visit, label, refusal
+from hf_specgen.round.state import common_parts
 
 _SCORES_ONLY = frozenset(
     {

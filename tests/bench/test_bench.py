@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from letters import VOCAB, Letters
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_specgen import SmallModel, WithLookup
-from hf_specgen.bench import exactness, machine, plots, report, run
-from hf_specgen.bench.compare import Divergence, find_divergence, first_difference, ratio_words, tie_tolerance
-from hf_specgen.bench.methods import Decoding, DrafterChoice, Method, Output, our_method, plain_method
-from hf_specgen.bench.prompts import Prompt, pad_left
+from hf_specgen.bench import exactness, plots, report
 from hf_specgen.errors import SpecGenError
-from hf_specgen.stats import AcceptanceStats, RowStats
-
-VOCAB = 40
+from hf_specgen.measure import machine, run
+from hf_specgen.measure.compare import Divergence, find_divergence, first_difference, ratio_words, tie_tolerance
+from hf_specgen.measure.methods import Decoding, DrafterChoice, Method, Output, our_method, plain_method
+from hf_specgen.measure.prompts import Prompt, pad_left
+from hf_specgen.round.stats import AcceptanceStats, RowStats
 
 
 def tiny(seed: int = 0, layers: int = 2) -> LlamaForCausalLM:
@@ -40,19 +40,6 @@ def tiny(seed: int = 0, layers: int = 2) -> LlamaForCausalLM:
         pad_token_id=0,
     )
     return LlamaForCausalLM(config).eval()
-
-
-class Letters:
-    """A tokenizer of single letters, as far as the bench asks for one."""
-
-    chat_template = None
-    pad_token_id, eos_token_id = 0, None
-
-    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        return {"input_ids": [ord(letter) % VOCAB for letter in text]}
-
-    def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
-        return "".join(chr(token + 65) for token in tokens)
 
 
 # --- comparison

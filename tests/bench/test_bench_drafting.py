@@ -10,8 +10,18 @@ from tiny import prompts
 from typer.testing import CliRunner
 
 from hf_specgen import SpeculativeDecoding
-from hf_specgen.bench import drafting
-from hf_specgen.bench.drafting import CASES, Case, Clocked, Geometry, Plan, make_drafter, make_target, measure, table
+from hf_specgen.bench.dev import drafting
+from hf_specgen.bench.dev.drafting import (
+    CASES,
+    Case,
+    Clocked,
+    Geometry,
+    Plan,
+    make_drafter,
+    make_target,
+    measure,
+    table,
+)
 from hf_specgen.errors import SpecGenError
 
 SMALL = Geometry(hidden=36, inner=48, layers=8, heads=3, kv_heads=1, vocab=13_000)

@@ -1,4 +1,4 @@
-"""``python -m hf_specgen.bench.kernels``: what it times, what it counts, what it refuses to say."""
+"""``python -m hf_specgen.bench.dev.kernels``: what it times, what it counts, what it refuses to say."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from hf_specgen import SpecGenError, ops
-from hf_specgen.bench import kernel_bytes, kernel_report, kernels
-from hf_specgen.bench.kernel_bytes import SCHEMES, Shape
-from hf_specgen.bench.kernel_cases import CASES, Case, Inputs
-from hf_specgen.bench.kernel_report import Line
+from hf_specgen.bench.dev import kernel_bytes, kernel_report, kernels
+from hf_specgen.bench.dev.kernel_bytes import SCHEMES, Shape
+from hf_specgen.bench.dev.kernel_cases import CASES, Case, Inputs
+from hf_specgen.bench.dev.kernel_report import Line
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--device", "cpu", "--batch", "2", "--gamma", "3", "--vocab", "300", "--repeats", "1"]
 LARGE = Shape(8, 7, 151_936)
 BAR = Shape(64, 3, 128_256)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from hf_specgen.bench import losses as bench
-from hf_specgen.bench import steps
+from hf_specgen.bench.dev import losses as bench
+from hf_specgen.bench.dev import steps
 from hf_specgen.errors import SpecGenError
 from hf_specgen.trainers.losses import FORMULAS
 

@@ -14,14 +14,15 @@ from hub_stand_in import Hub, put_config, stand_in
 from huggingface_hub import ModelCard
 from tiny import tiny
 
-from hf_specgen import CardOptions, SpecGenError, card, load_drafter, write_card
-from hf_specgen.drafter_config import DrafterConfig
-from hf_specgen.drafters import learned
+from hf_specgen import CardOptions, SpecGenError, load_drafter, write_card
+from hf_specgen.checkpoints import card
+from hf_specgen.checkpoints.config import DrafterConfig
+from hf_specgen.checkpoints.formats.base import layout_named
 from hf_specgen.drafters.eagle import EagleDrafter
 from hf_specgen.drafters.eagle3 import Eagle3Drafter
-from hf_specgen.drafters.learned import LearnedDrafter
 from hf_specgen.drafters.medusa import MedusaDrafter
-from hf_specgen.formats.base import layout_named
+from hf_specgen.drafting import learned
+from hf_specgen.drafting.learned import LearnedDrafter
 
 TARGET = {"name": "org/target", "fingerprint": "0123456789abcdef", "revision": "f00d"}
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 64, "target": TARGET}

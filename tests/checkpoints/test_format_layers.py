@@ -22,8 +22,8 @@ from support_formats import (
 )
 from torch import Tensor
 
+from hf_specgen.checkpoints.formats.base import Checkpoint
 from hf_specgen.errors import IncompatibleDrafter
-from hf_specgen.formats.base import Checkpoint
 
 
 def plain(changed: dict[str, Tensor] | None = None, **settings: Any) -> Checkpoint:

@@ -9,14 +9,14 @@ import pytest
 import torch
 from support_formats import LLAMA31_EAGLE3, shapes_only
 
-from hf_specgen.drafter_config import DrafterConfig
+from hf_specgen.checkpoints.config import DrafterConfig
+from hf_specgen.checkpoints.formats.base import Plan, ReadOptions, Source, detect
+from hf_specgen.checkpoints.formats.shapes import state_shapes
 from hf_specgen.drafters.eagle import EagleDrafter
 from hf_specgen.drafters.eagle3 import Eagle3Drafter
 from hf_specgen.drafters.medusa import MedusaDrafter
 from hf_specgen.errors import IncompatibleDrafter
-from hf_specgen.facts import TargetFacts
-from hf_specgen.formats.base import Plan, ReadOptions, Source, detect
-from hf_specgen.formats.shapes import state_shapes
+from hf_specgen.models.facts import TargetFacts
 
 VICUNA_EAGLE = {
     "embed_tokens.weight": (32000, 4096),

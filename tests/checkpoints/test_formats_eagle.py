@@ -25,9 +25,9 @@ from support_formats import (
 )
 from torch import Tensor
 
-from hf_specgen.drafter_config import DrafterConfig
+from hf_specgen.checkpoints.config import DrafterConfig
+from hf_specgen.checkpoints.formats.base import Checkpoint, detect, layout_named
 from hf_specgen.errors import IncompatibleDrafter
-from hf_specgen.formats.base import Checkpoint, detect, layout_named
 
 Tensors = dict[str, Tensor]
 

@@ -28,8 +28,8 @@ from support_formats import (
 )
 from torch import Tensor
 
+from hf_specgen.checkpoints.formats.base import Checkpoint, ReadOptions, detect
 from hf_specgen.errors import IncompatibleDrafter
-from hf_specgen.formats.base import Checkpoint, ReadOptions, detect
 
 Tensors = dict[str, Tensor]
 IDS = "eagle_aux_hidden_state_layer_ids"

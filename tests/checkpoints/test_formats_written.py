@@ -26,13 +26,13 @@ from support_formats import (
 )
 from transformers import AutoConfig, LlamaConfig
 
-from hf_specgen.drafter_config import DrafterConfig
+from hf_specgen.checkpoints.config import DrafterConfig
+from hf_specgen.checkpoints.formats.base import Checkpoint, layout_named
+from hf_specgen.checkpoints.formats.specgen import VERSION
 from hf_specgen.drafters.eagle import EagleDrafter
 from hf_specgen.drafters.eagle3 import Eagle3Drafter
 from hf_specgen.drafters.medusa import MedusaDrafter
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError
-from hf_specgen.formats.base import Checkpoint, layout_named
-from hf_specgen.formats.specgen import VERSION
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 PART = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.5}

@@ -6,10 +6,10 @@ import pytest
 from support_formats import FACTS, H, eagle3_file, library_config, random, read, renamed, source_of
 from support_formats import eagle3_shapes as shapes_of
 
+from hf_specgen.checkpoints.formats.base import Checkpoint, ReadOptions
+from hf_specgen.checkpoints.formats.layer_ids import LayerIds, default_boundaries, resolve
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError
-from hf_specgen.facts import TargetFacts
-from hf_specgen.formats.base import Checkpoint, ReadOptions
-from hf_specgen.formats.layer_ids import LayerIds, default_boundaries, resolve
+from hf_specgen.models.facts import TargetFacts
 
 LAYERS = (8, 24, 32, 36, 61, 80)
 IDS = "eagle_aux_hidden_state_layer_ids"

@@ -10,38 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from medusa_checkpoints import H, State, V, full_model, random_heads, saved, source_of
+from safetensors.torch import save_file
 from tiny import disturbed, ours, plain, prompts, tiny
 from transformers import AutoModelForCausalLM
 
 from hf_specgen import IncompatibleDrafter, SpecGenError
-from hf_specgen.drafter_config import DrafterConfig
+from hf_specgen.checkpoints.config import DrafterConfig
+from hf_specgen.checkpoints.formats.base import Checkpoint, ReadOptions, Source, detect, layout_named
+from hf_specgen.checkpoints.opening import open_source
 from hf_specgen.drafters.medusa import MedusaDrafter
-from hf_specgen.facts import TargetFacts
-from hf_specgen.formats.base import Checkpoint, ReadOptions, Source, detect, layout_named
-from hf_specgen.hub import open_source
 from hf_specgen.loading import load_drafter
-
-H, V = 32, 64
-State = dict[str, torch.Tensor]
-
-
-def random_heads(count: int, blocks: int, own: bool = True, bias: bool = True, vocab: int = V, seed: int = 0) -> State:
-    """Write down heads under the names of Medusa v0.1."""
-    random = torch.Generator().manual_seed(seed)
-
-    def tensor(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=random) * 0.2
-
-    state: State = {}
-    for head in range(count):
-        for block in range(blocks):
-            state[f"{head}.{block}.linear.weight"] = tensor(H, H)
-            if bias:
-                state[f"{head}.{block}.linear.bias"] = tensor(H)
-        if own:
-            state[f"{head}.{blocks}.weight"] = tensor(vocab, H)
-    return state
+from hf_specgen.models.facts import TargetFacts
 
 
 def formula(state: State, head: int, blocks: int, states: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
@@ -69,20 +49,6 @@ def imagined(shapes: dict[str, tuple[int, ...]], config: dict | None = None, nam
         raise AssertionError("a plan reads no tensor")
 
     return Source(name, config or {}, shapes, load)
-
-
-def source_of(state: State, config: dict | None = None) -> Source:
-    return Source(
-        "made",
-        config or {},
-        {name: tuple(tensor.shape) for name, tensor in state.items()},
-        lambda names: {name: state[name] for name in names},
-    )
-
-
-def saved(drafter: MedusaDrafter, folder: Path) -> Path:
-    layout_named("medusa").write(drafter.checkpoint(), folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -130,14 +96,6 @@ def test_shared_heads(said: dict, target, tmp_path: Path) -> None:
     assert alone.config.vocab_size == 0
     alone.attach(target)
     assert torch.equal(alone.head(2, states), drafter.head(2, states))
-
-
-def full_model(folder: Path, model, heads: State) -> Path:
-    model.save_pretrained(folder)
-    state = load_file(folder / "model.safetensors")
-    state |= {f"medusa_head.{name}": tensor for name, tensor in heads.items()}
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 def test_a_full_model_gives_target_and_heads(target, tmp_path: Path) -> None:

@@ -18,11 +18,11 @@ from huggingface_hub.errors import HFValidationError, RevisionNotFoundError
 from safetensors.torch import save_file
 from tiny import build, tiny
 
-from hf_specgen import files
+from hf_specgen.checkpoints import files
+from hf_specgen.checkpoints.files import HTTPError, HubOptions
+from hf_specgen.checkpoints.formats.base import ReadOptions
+from hf_specgen.checkpoints.opening import identify, open_checkpoint, open_source
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError
-from hf_specgen.files import HTTPError, HubOptions
-from hf_specgen.formats.base import ReadOptions
-from hf_specgen.hub import identify, open_checkpoint, open_source
 
 
 @pytest.fixture

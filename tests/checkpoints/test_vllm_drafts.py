@@ -20,10 +20,10 @@ import torch
 from tiny import Watch, ours, plain, tiny
 from transformers import PreTrainedModel
 
-from hf_specgen.drafters.learned import LearnedDrafter
-from hf_specgen.formats.base import Checkpoint, layout_named
-from hf_specgen.formats.lent import lent_by
-from hf_specgen.hub import open_source
+from hf_specgen.checkpoints.formats.base import Checkpoint, layout_named
+from hf_specgen.checkpoints.formats.lent import lent_by
+from hf_specgen.checkpoints.opening import open_source
+from hf_specgen.drafting.learned import LearnedDrafter
 
 pytestmark = [
     pytest.mark.slow,
@@ -171,7 +171,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         cases.append({"name": name, "folder": str(folder), "method": method, "tokens": 3})
     plan = {"target": str(place / "target"), "prompts": PROMPTS, "max_tokens": TOKENS, "cases": cases}
     (place / "plan.json").write_text(json.dumps(plan))
-    child = Path(__file__).with_name("vllm_drafts.py")
+    child = Path(__file__).parents[1] / "support" / "vllm_drafts.py"
     command = [sys.executable, str(child), str(place / "plan.json"), str(place / "out.json")]
     done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

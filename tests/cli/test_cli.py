@@ -10,53 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from typer.testing import CliRunner, Result
+from cli_calls import PROMPT, WORDS, call, fine, refused, save
+from cli_calls import target as target  # a fixture
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from hf_specgen.bench import exactness, methods, plots
-from hf_specgen.bench.compare import Divergence
-from hf_specgen.cli import main, writing
+from hf_specgen.bench import exactness, plots
+from hf_specgen.cli import writing
 from hf_specgen.generate import SpeculativeDecoding
-
-WORDS = (
-    "<pad> </s> <unk> user assistant the a cat dog sat on mat ran to red big and saw it was in of so we go up".split()
-)
-TEMPLATE = (
-    "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
-    "{% if add_generation_prompt %}assistant{% endif %}"
-)
-PROMPT = "the cat sat on the mat and the cat sat on"
-
-
-def save(folder: Path, seed: int, layers: int, words: list[str] = WORDS, template: str | None = TEMPLATE) -> str:
-    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", chat_template=template
-    )
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(words),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
-    tokenizer.save_pretrained(folder)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture(scope="session")
-def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save(tmp_path_factory.mktemp("target"), seed=0, layers=2)
+from hf_specgen.measure import methods
+from hf_specgen.measure.compare import Divergence
 
 
 @pytest.fixture(scope="session")
@@ -72,27 +34,8 @@ def prompts(tmp_path: Path) -> str:
     return str(file)
 
 
-def call(*arguments: str, given: str | None = None) -> Result:
-    return CliRunner().invoke(main.app, list(arguments), input=given)
-
-
-def fine(*arguments: str, given: str | None = None) -> Result:
-    result = call(*arguments, given=given)
-    assert result.exit_code == 0, result.output
-    return result
-
-
-def refused(*arguments: str) -> str:
-    """Return the one message of a call that must end with exit code 2."""
-    result = call(*arguments)
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    assert "Traceback" not in result.output
-    return result.stderr
-
-
 def plain_text(target: str, prompt: str, tokens: int, template: bool = True) -> str:
-    from hf_specgen.bench.prompts import Prompt, encode
+    from hf_specgen.measure.prompts import Prompt, encode
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(target)
     ids = torch.tensor([encode(Prompt.user(prompt), tokenizer, template)])

@@ -10,43 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from cli_drafters import EAGLE3, call, fine, refused
 from hub_stand_in import medusa_heads, put_config, put_heads, stand_in
 from safetensors.torch import load_file, save_file
 from tiny import build, tiny
-from typer.testing import CliRunner, Result
 
-from hf_specgen import hub, load_drafter
-from hf_specgen.cli import main
-from hf_specgen.drafter_config import DrafterConfig
+from hf_specgen import load_drafter
+from hf_specgen.checkpoints import opening as hub
+from hf_specgen.checkpoints.config import DrafterConfig
+from hf_specgen.checkpoints.formats import base
 from hf_specgen.drafters.eagle3 import Eagle3Drafter
 from hf_specgen.drafters.medusa import MedusaDrafter
-from hf_specgen.formats import base
-
-EAGLE3 = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "vocab_size": 64,
-    "draft_vocab_size": 40,
-    "aux_layer_boundaries": [2, 3, 4],
-    "target": {"name": "org/target"},
-}
-
-
-def call(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(main.app, list(map(str, arguments)))
-
-
-def fine(*arguments: str | Path) -> str:
-    result = call(*arguments)
-    assert result.exit_code == 0, result.output
-    return " ".join(result.stdout.split())
-
-
-def refused(*arguments: str | Path) -> str:
-    result = call(*arguments)
-    assert result.exit_code == 2 and result.stdout == "" and "Traceback" not in result.output, result.output
-    return " ".join(result.stderr.split())
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_cli_drafters import EAGLE3, call, fine, refused
+from cli_drafters import EAGLE3, call, fine, refused
 
 from hf_specgen import SpecGenError, load_drafter
-from hf_specgen.drafter_config import DrafterConfig
+from hf_specgen.checkpoints.config import DrafterConfig
 from hf_specgen.drafters.eagle3 import Eagle3Drafter
 from hf_specgen.drafters.medusa import MedusaDrafter
 

@@ -20,7 +20,7 @@ from train_runs import HERE, eagle3_trainer, line, record, together
 from typer.testing import CliRunner
 
 from hf_specgen import load_drafter
-from hf_specgen.card import write_card
+from hf_specgen.checkpoints.card import write_card
 from hf_specgen.cli import main as program
 from hf_specgen.drafters.prompt_lookup import PromptLookup
 from hf_specgen.errors import SpecGenError

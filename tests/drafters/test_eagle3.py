@@ -12,7 +12,7 @@ from support_formats import LLAMA31_EAGLE3
 from tiny import Watch, ours, plain, prompts, texts_of, tiny
 
 from hf_specgen import DenseQ, Draft, IncompatibleDrafter, SpecGenError
-from hf_specgen.drafter_config import DrafterConfig
+from hf_specgen.checkpoints.config import DrafterConfig
 from hf_specgen.drafters.eagle3 import Eagle3Drafter
 
 LLAMA_8B = {

@@ -17,7 +17,7 @@ from fitted import fitted
 from tiny import Watch, ours, plain, prompts, texts_of, tiny
 
 from hf_specgen import Draft, Round
-from hf_specgen.drafters.learned import LearnedDrafter
+from hf_specgen.drafting.learned import LearnedDrafter
 
 TREE = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (1, 2), (0, 0, 0), (0, 1, 0), (1, 0, 1), (0, 0, 0, 0)]
 SHAPES: dict[str, dict[str, object]] = {

@@ -14,11 +14,11 @@ from tiny import Watch, build, garbled, ours, plain, prompts, texts_of, tiny
 from torch import Tensor
 
 from hf_specgen import Costs, IncompatibleDrafter, Round, SpecGenError
-from hf_specgen.drafter_config import DrafterConfig
+from hf_specgen.checkpoints.config import DrafterConfig
 from hf_specgen.drafters import medusa
 from hf_specgen.drafters.medusa import MedusaDrafter
-from hf_specgen.drafters.trees import ABSENT, StaticShape, parse_shape
-from hf_specgen.taps import FINAL
+from hf_specgen.drafting.shapes import ABSENT, StaticShape, parse_shape
+from hf_specgen.models.taps import FINAL
 
 RAGGED = [5, 17, 11, 24]
 TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1]]

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_medusa_formats import full_model, random_heads, saved
+from medusa_checkpoints import full_model, random_heads, saved
 from tiny import tiny
 
 from hf_specgen import IncompatibleDrafter, load_drafter
-from hf_specgen.facts import TargetFacts
+from hf_specgen.models.facts import TargetFacts
 
 
 @pytest.mark.parametrize("way", ["direct", "specgen", "medusa"])

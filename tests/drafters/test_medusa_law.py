@@ -11,8 +11,8 @@ from transformers import LogitsProcessorList
 
 from hf_specgen import DenseQ, SpeculativeDecoding
 from hf_specgen.drafters import medusa
-from hf_specgen.drafters.trees import ABSENT
-from hf_specgen.warp import Warp
+from hf_specgen.drafting.shapes import ABSENT
+from hf_specgen.round.warp import Warp
 
 ENOUGH, NEW = 1e-4, 3
 TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]

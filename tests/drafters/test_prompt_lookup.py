@@ -14,8 +14,8 @@ from tiny import Watch, garbled, ours, plain, prompts, some, texts_of, tiny
 
 from hf_specgen import Costs, Draft, PromptLookup, Round, SpecGenError, Verdict
 from hf_specgen.drafters.prompt_lookup import merge
-from hf_specgen.sequences import DraftRequest, Sequences, Stops
-from hf_specgen.warp import Warp
+from hf_specgen.round.sequences import DraftRequest, Sequences, Stops
+from hf_specgen.round.warp import Warp
 
 CPU = torch.device("cpu")
 CPU_FLOAT32 = Costs.default(CPU, torch.float32)

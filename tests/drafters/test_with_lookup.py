@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pair_cache_checks
 import pytest
-import test_feature_cache
-import test_small_model
+import small_model_checks
 import torch
 from feature_cases import RAGGED, VARIANTS
 from feature_cases import drafter_of as random_eagle
 from fitted import fitted, untrained
+from lookup_cases import CHEAP, Kept
 from oracle import drafter_from, eagle3_oracle, eagle_oracle, medusa_oracle, oracle_target
 from tiny import Watch, build, disturbed, garbled, ours, plain, prompts, texts_of, tiny
 
@@ -25,12 +26,11 @@ from hf_specgen import (
     last_stats,
     stock_candidates,
 )
-from hf_specgen.costs import Rate
 from hf_specgen.drafters import with_lookup
-from hf_specgen.drafters.base import DraftLength, Pace
 from hf_specgen.drafters.prompt_lookup import Found
+from hf_specgen.drafting.drafter import DraftLength, Pace
+from hf_specgen.round.costs import Rate
 
-CHEAP = Costs(slope=0.002, draft=0.05)
 CHAIN = {"tree": "chain"}
 DYNAMIC = {"tree": {"top_k": 2, "depth": 4, "nodes": 6}}
 INNER: dict[str, tuple[str, dict[str, object]]] = {
@@ -41,35 +41,6 @@ INNER: dict[str, tuple[str, dict[str, object]]] = {
     "medusa, dynamic": ("medusa", {**DYNAMIC, "num_heads": 4, "num_head_layers": 1}),
     "small": ("small", {}),
 }
-
-
-class Kept(Watch):
-    """Keep, of every round after the prompt's, which rows copied and how much each drafter proposed."""
-
-    inner: WithLookup
-
-    def begin(self, sequences) -> None:
-        super().begin(sequences)
-        self.rows: list[list[tuple[bool, int]]] = []
-        session = vars(self.inner.drafter).get("_session")
-        self.paces = [
-            vars(session)[name] for name in ("pace", "_pace") if session is not None and name in vars(session)
-        ]
-
-    def observe(self, round: Round) -> None:
-        super().observe(round)
-        if len(self.rounds) > 1:
-            assert self.inner._copied is not None
-            self.rows.append(list(zip(self.inner._copied, round.proposed, strict=True)))
-
-    def row_rounds(self, copied: bool) -> int:
-        """Count the rows and rounds in which one of the two drafted."""
-        return sum(copies == copied and count > 0 for line in self.rows for copies, count in line)
-
-    @property
-    def mixed(self) -> int:
-        """Count the rounds in which both drafted."""
-        return sum({copies for copies, count in line if count} == {False, True} for line in self.rows)
 
 
 def inner_of(name: str, model, texts: list[list[int]], **more: object) -> Drafter:
@@ -124,13 +95,13 @@ def test_other_targets(family: str) -> None:
 @pytest.mark.parametrize("most", [256, 5])
 def test_an_eagle_cache_holds_what_a_fresh_reading_gives(name: str, shape, most: int, monkeypatch) -> None:
     """Hidden states of rounds that copied are fed when it drafts again, or, when too many wait, before that."""
-    monkeypatch.setattr("hf_specgen.drafters.features._MOST_PENDING", most)
+    monkeypatch.setattr("hf_specgen.drafting.features._MOST_PENDING", most)
     model, (ids, mask) = tiny(), prompts(RAGGED)
     expected = plain(model, ids, mask, max_new_tokens=60)
     texts, (method, settings) = texts_of(expected, mask), VARIANTS[name]
     drafter = random_eagle(method, **settings, **shape)
     drafter.costs = CHEAP
-    inner = test_feature_cache.CheckCache(model, drafter, texts, hit=0.8)
+    inner = pair_cache_checks.CheckCache(model, drafter, texts, hit=0.8)
     watch = Kept(WithLookup(inner, lookup_of(texts, 12)))
     assert torch.equal(ours(model, watch, ids, mask, max_new_tokens=60), expected)
     assert inner.checked > 0 and watch.row_rounds(True) >= 3 and watch.row_rounds(False) >= 5 and watch.mixed
@@ -142,7 +113,7 @@ def test_a_small_models_cache_holds_what_a_fresh_reading_gives(family: str) -> N
     model, (ids, mask) = build(family), prompts(RAGGED)
     expected = plain(model, ids, mask, max_new_tokens=60)
     texts = texts_of(expected, mask)
-    inner = test_small_model.CheckCache(SmallModel(disturbed(model), costs=CHEAP))
+    inner = small_model_checks.CheckCache(SmallModel(disturbed(model), costs=CHEAP))
     watch = Kept(WithLookup(inner, lookup_of(texts, 12)))
     assert torch.equal(ours(model, watch, ids, mask, max_new_tokens=60), expected)
     assert inner.checked > 0 and watch.row_rounds(True) >= 5 and watch.row_rounds(False) >= 5 and watch.mixed

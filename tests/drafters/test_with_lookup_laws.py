@@ -8,7 +8,7 @@ import pytest
 import torch
 from fitted import untrained
 from law import enumerate_law, p_value
-from test_with_lookup import CHEAP, Kept
+from lookup_cases import CHEAP, Kept
 from tiny import disturbed, tiny
 
 from hf_specgen import (

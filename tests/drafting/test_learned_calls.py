@@ -21,9 +21,9 @@ from hf_specgen import (
     load_drafter,
     stock_candidates,
 )
-from hf_specgen.drafters.learned import TargetParts
-from hf_specgen.drafters.sequoia import Measured
-from hf_specgen.taps import FINAL, Taps
+from hf_specgen.drafting.learned import TargetParts
+from hf_specgen.drafting.sequoia import Measured
+from hf_specgen.models.taps import FINAL, Taps
 
 CHAIN = {"tree": "chain", "num_tokens": 3}
 TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]

@@ -11,7 +11,7 @@ from fitted import fitted
 from tiny import FAMILIES, Watch, build, ours, plain, prompts, texts_of, tiny
 
 from hf_specgen import last_stats
-from hf_specgen.drafters.learned import LearnedDrafter
+from hf_specgen.drafting.learned import LearnedDrafter
 
 SHAPES: dict[str, dict[str, object]] = {
     "chain": {"tree": "chain", "num_tokens": 4},

@@ -9,34 +9,19 @@ import pytest
 import torch
 from fitted import untrained
 from law import enumerate_law, p_value
-from tiny import Watch, some, tiny
+from learned_law_cases import SETTINGS, SHAPES, draw, model_of, prompt
+from tiny import Watch, some
 
-from hf_specgen import DenseQ, Draft, Drafter, SpecGenError, SpeculativeDecoding
+from hf_specgen import DenseQ, Draft, SpecGenError, SpeculativeDecoding
 
 ENOUGH = 1e-4
-WIDE = [[0], [1], [0, 0], [0, 1], [1, 0], [1, 1], [0, 0, 0]]
-SHAPES: dict[str, dict[str, object]] = {
-    "chain": {"tree": "chain", "num_tokens": 3},
-    "static": {"tree": WIDE},
-    "dynamic": {"tree": {"top_k": 2, "depth": 3, "nodes": 6}},
-}
 METHODS: dict[str, dict[str, object]] = {"medusa": {"num_heads": 3}, "eagle": {}, "eagle3": {}}
-SETTINGS = {
-    "plain": {"top_k": 0},
-    "temperature, top-k": {"temperature": 0.7, "top_k": 3},
-    "top-p, repetition": {"top_p": 0.8, "repetition_penalty": 1.4, "top_k": 0},
-}
 QUICK = [("medusa", "static"), ("eagle", "dynamic"), ("eagle3", "chain")]
 PAIRS = [
     pytest.param(method, shape, marks=() if (method, shape) in QUICK else pytest.mark.slow)
     for method in METHODS
     for shape in SHAPES
 ]
-
-
-def model_of(vocab: int):
-    """Build a model with a flat law, in float64."""
-    return tiny(0, vocab=vocab, initializer_range=0.2).double()
 
 
 @pytest.fixture(scope="module")
@@ -47,18 +32,6 @@ def eight():
 @pytest.fixture(scope="module")
 def four():
     return model_of(4)
-
-
-def prompt(vocab: int) -> torch.Tensor:
-    return torch.randint(1, vocab, (1, 6), generator=torch.Generator().manual_seed(5))
-
-
-def draw(model, drafter: Drafter | None, count: int, rule: str = "rejection", tokens: int = 4, **settings):
-    """Sample ``count`` texts, two tokens more than are compared; return the compared ones."""
-    ids = prompt(model.config.vocab_size).repeat(count, 1)
-    loop = SpeculativeDecoding(drafter, rule)
-    asked = {"attention_mask": torch.ones_like(ids), "custom_generate": loop, "do_sample": True, "seed": 0}
-    return model.generate(ids, **asked, max_new_tokens=tokens + 2, **settings)[:, 6 : 6 + tokens]
 
 
 @pytest.mark.parametrize(

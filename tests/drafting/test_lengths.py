@@ -12,8 +12,8 @@ from tiny import disturbed, ours, plain, prompts, some, texts_of, tiny
 from transformers import GenerationConfig
 
 from hf_specgen import Costs, PromptLookup, SmallModel, SpecGenError, SpeculativeDecoding, enable
-from hf_specgen.drafters.base import Drafter
-from hf_specgen.target import Target
+from hf_specgen.drafting.drafter import Drafter
+from hf_specgen.models.target import Target
 
 ONE, FOUR = [12], [9, 4, 12, 7]
 TOKENS = 40

@@ -21,10 +21,11 @@ from oracle import (
     medusa_oracle,
     oracle_target,
 )
+from oracle_cases import BUDGET, SHAPES, judged, random_prompts
 from tiny import Watch, ours, plain, some
 
 from hf_specgen import Round
-from hf_specgen.drafters.learned import LearnedDrafter
+from hf_specgen.drafting.learned import LearnedDrafter
 
 TARGETS = {
     "successor": ("successor", None),
@@ -32,12 +33,6 @@ TARGETS = {
     "delay": ("delay", None),
     "some": ("successor", [1, 2, 4, 7, 8, 11, 12, 14, 17, 19]),
     "some delay": ("delay", [0, 2, 4, 5, 8, 9, 13, 14, 15, 18]),
-}
-BUDGET = 15
-SHAPES = {
-    "chain": ({"tree": "chain", "num_tokens": 4}, 4),
-    "static": ({"tree": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [1, 0, 0], [0, 0, 0, 0]]}, 4),
-    "dynamic": ({"tree": {"top_k": 3, "depth": 5, "nodes": 12}}, 5),
 }
 # here the second guess is the right one at every node, so the accepted path is the last of each level
 DECOYED = {
@@ -82,31 +77,6 @@ def weights_of(name: str, target: OracleTarget, **settings: object) -> Weights:
         return medusa_oracle(target, 5, **MEDUSA[name][1], **settings)
     kinds, write = (EAGLE, eagle_oracle) if name in EAGLE else (EAGLE3, eagle3_oracle)
     return write(target, kinds[name][1], **{**kinds[name][2], **settings})
-
-
-def random_prompts(lengths: list[int], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return random left-padded prompts and their mask."""
-    source = torch.Generator().manual_seed(seed)
-    width = max(lengths)
-    ids = torch.randint(0, VOCAB, (len(lengths), width), generator=source)
-    mask = torch.stack([torch.arange(width) >= width - length for length in lengths]).long()
-    return ids * mask, mask
-
-
-def judged(watch: Watch, depth: int, budget: int = BUDGET) -> tuple[int, int]:
-    """Count the rounds of rows that could accept something, and those that accepted less than depth and room allow."""
-    found = rounds = 0
-    for row in range(len(watch.rounds[0].paths)):
-        new = 1
-        for round in watch.rounds[1:]:
-            if new >= budget:
-                break
-            accepted, due = len(round.paths[row]), min(depth, budget - new - 1)
-            found += accepted < due
-            rounds += due > 0
-            new += accepted + 1
-    assert rounds >= 2
-    return rounds, found
 
 
 class Texts:

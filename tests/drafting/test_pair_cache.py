@@ -6,47 +6,12 @@ from itertools import cycle
 
 import pytest
 import torch
-from feature_cases import RAGGED, SHAPES, VARIANTS, Steered, drafter_of, run_pairs, true_features
+from feature_cases import RAGGED, SHAPES, VARIANTS, drafter_of
+from pair_cache_checks import CheckCache
 from tiny import build, ours, plain, prompts, texts_of, tiny
-from transformers import DynamicCache
 
-from hf_specgen import Costs, Round
-from hf_specgen.drafters.pairs import PairCache
-
-
-class CheckCache(Steered):
-    """Compare keys and values of every committed pair with a reading of the whole text without a slot cache."""
-
-    def __init__(self, model, inner, texts, **settings) -> None:
-        super().__init__(inner, texts, **settings)
-        self.model, self.checked, self.wrapped, self.rests = model, 0, False, 0
-        self.known: dict[int, int] = {}
-
-    def observe(self, round: Round) -> None:
-        super().observe(round)
-        if len(self.rounds) == 1:
-            return
-        pairs = self.inner.session.pairs
-        drafted = any(round.proposed)
-        self.rests += not drafted
-        for place, (row, length) in enumerate(zip(pairs.live, pairs.cache.lengths, strict=True)):
-            if drafted:
-                assert length == len(self.before[row]) - 1, "every true pair was read"
-            if length > self.known.get(row, 0):
-                self.known[row] = length
-                self.compare(pairs.cache, place, self.before[row][: length + 1])
-
-    def compare(self, cache, place: int, text: list[int]) -> None:
-        fresh = DynamicCache()
-        run_pairs(self.inner, text[1:], true_features(self.inner, self.model, text), fresh)
-        pairs = len(text) - 1
-        for mine, true in zip(cache.layers, fresh.layers, strict=True):
-            window, capacity = mine.group.window, mine.group.capacity
-            index = torch.arange(0 if window is None else max(0, pairs - window + 1), pairs)
-            self.wrapped |= pairs > capacity
-            for own, other in ((mine.keys, true.keys), (mine.values, true.values)):
-                torch.testing.assert_close(own[place, :, index % capacity], other[0, :, index], atol=1e-4, rtol=1e-4)
-            self.checked += len(index)
+from hf_specgen import Costs
+from hf_specgen.drafting.pair_cache import PairCache
 
 
 def run(name: str, shape: str, lengths: list[int], budget: int = 24, family: str = "llama", **more) -> CheckCache:
@@ -97,7 +62,7 @@ def test_other_targets(family: str) -> None:
 @pytest.mark.parametrize("name", ["eagle", "eagle3, window, two layers"])
 @pytest.mark.parametrize("chunk", [1, 3, 7])
 def test_long_prompts_are_read_in_chunks(name: str, chunk: int, monkeypatch) -> None:
-    monkeypatch.setattr("hf_specgen.drafters.pairs._CHUNK", chunk)
+    monkeypatch.setattr("hf_specgen.drafting.pair_cache._CHUNK", chunk)
     run(name, "chain" if chunk == 1 else "dynamic", [3, 29, 12, 1])
 
 
@@ -107,7 +72,7 @@ def test_rests_and_what_waits_meanwhile(name: str, monkeypatch) -> None:
     ids, mask = prompts(RAGGED)
     expected = plain(model, ids, mask, max_new_tokens=70)
     for most in (256, 5):  # with room for five columns the pairs are read while it rests
-        monkeypatch.setattr("hf_specgen.drafters.features._MOST_PENDING", most)
+        monkeypatch.setattr("hf_specgen.drafting.features._MOST_PENDING", most)
         drafter = drafter_of(*VARIANTS[name][:1], **VARIANTS[name][1], tree="chain")
         drafter.costs = Costs(slope=0.2, draft=0.2)
         watch = CheckCache(model, drafter, texts_of(expected, mask), hit=0.1)

@@ -33,12 +33,12 @@ from tiny import Watch, prompts, tiny
 from torch import Tensor
 
 import hf_specgen
-from hf_specgen.coins import DRAFT, Coins
-from hf_specgen.draft import DenseQ, Draft, Round
-from hf_specgen.drafters.base import Drafter
-from hf_specgen.drafters.trees import ABSENT, StaticShape
-from hf_specgen.sequences import Sequences
-from hf_specgen.verify import verify
+from hf_specgen.drafting.drafter import Drafter
+from hf_specgen.drafting.shapes import ABSENT, StaticShape
+from hf_specgen.round.coins import DRAFT, Coins
+from hf_specgen.round.records import DenseQ, Draft, Round
+from hf_specgen.round.sequences import Sequences
+from hf_specgen.round.verify import verify
 
 SHAPES = {
     "chain": StaticShape.chain(3),

@@ -11,11 +11,8 @@ import torch
 from coin_boxes import TableScores
 from tiny import ours, plain, prompts, tiny
 
-from hf_specgen.coins import Coins
-from hf_specgen.costs import Costs
-from hf_specgen.draft import Draft, Round, Verdict
-from hf_specgen.drafters.base import Drafter
-from hf_specgen.drafters.sequoia import (
+from hf_specgen.drafting.drafter import Drafter
+from hf_specgen.drafting.sequoia import (
     Measured,
     Paths,
     RankRates,
@@ -26,10 +23,13 @@ from hf_specgen.drafters.sequoia import (
     expected_tokens,
     same_rates,
 )
-from hf_specgen.drafters.trees import StaticShape
+from hf_specgen.drafting.shapes import StaticShape
 from hf_specgen.errors import SpecGenError
-from hf_specgen.sequences import Sequences
-from hf_specgen.verify import verify
+from hf_specgen.round.coins import Coins
+from hf_specgen.round.costs import Costs
+from hf_specgen.round.records import Draft, Round, Verdict
+from hf_specgen.round.sequences import Sequences
+from hf_specgen.round.verify import verify
 
 RATES: dict[str, Rates] = {
     "falling": same_rates((0.6, 0.2, 0.1), 7),

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_specgen.costs import Costs
-from hf_specgen.draft import Tree
-from hf_specgen.drafters.trees import ABSENT, DynamicShape, Growth, StaticShape, parse_shape, rerank, top
+from hf_specgen.drafting.shapes import ABSENT, DynamicShape, Growth, StaticShape, parse_shape, rerank, top
 from hf_specgen.errors import SpecGenError
+from hf_specgen.round.costs import Costs
+from hf_specgen.round.records import Tree
 
 EAGLE = [[0], [1], [2], [3], [0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [2, 0], [2, 1], [3, 0]]
 EAGLE += [[0, 0, 0], [0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 1, 1], [0, 2, 0], [0, 2, 1], [1, 0, 0]]

@@ -6,19 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from eagle_lessons import scene
 from fitted import untrained
 from law import enumerate_law, p_value
+from learned_law_cases import SETTINGS, SHAPES, draw, model_of, prompt
 from method_runs import rolled_out
 from oracle import VOCAB, drafter_from, eagle3_oracle, eagle_oracle, medusa_oracle, oracle_target
-from test_learned_laws import SETTINGS, SHAPES, draw, model_of, prompt
-from test_oracle import BUDGET, judged, random_prompts
-from test_oracle import SHAPES as DEPTHS
-from test_train_eagle import scene
+from oracle_cases import BUDGET, judged, random_prompts
+from oracle_cases import SHAPES as DEPTHS
 from tiny import Watch, build, ours, plain, prompts, tiny
 
 from hf_specgen import IncompatibleDrafter, SpecGenError, load_drafter, write_card
-from hf_specgen.drafters.learned import LearnedDrafter
-from hf_specgen.formats.base import layout_named
+from hf_specgen.checkpoints.formats.base import layout_named
+from hf_specgen.drafting.learned import LearnedDrafter
 
 KEPT = [1, 3, 4, 6]
 KINDS: dict[str, tuple[str, dict[str, object]]] = {

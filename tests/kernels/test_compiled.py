@@ -17,7 +17,7 @@ from hf_specgen.kernels.compile_only import Compiled
 
 pytest.importorskip("triton")
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TARGETS = {"sm_80", "sm_90", "gfx942"}
 GOOD = Compiled("row_stats bfloat16", "sm_90", 8, registers=75, shared=32)
 AMD = Compiled("row_stats bfloat16", "gfx942", 8, registers=41, scalars=52, scalar_spills=3, shared=32)

@@ -112,7 +112,7 @@ def test_other_sources_make_another_build(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     "line",
     [
-        "from hf_specgen.draft import Tree",
+        "from hf_specgen.round.records import Tree",
         "    import hf_specgen",
         "x = 'hf_specgen.kernels.common'",
         "from hf_specgen import errors",

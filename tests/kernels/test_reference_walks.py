@@ -10,8 +10,8 @@ from coin_boxes import TableScores, same
 from walk_cases import Kind, Walk, coins_of, make
 
 from hf_specgen import ops
-from hf_specgen.draft import DenseQ, Draft, Verdict
-from hf_specgen.verify import verify
+from hf_specgen.round.records import DenseQ, Draft, Verdict
+from hf_specgen.round.verify import verify
 
 ROUNDS = 8
 KINDS = {

@@ -6,15 +6,15 @@ import random
 
 import pytest
 import torch
-from test_forward import LENGTHS, random_tree
+from ragged_trees import LENGTHS, random_tree
 from tiny import build, prompts
 from torch import Tensor
 
 from hf_specgen import ops
-from hf_specgen.attention import use_attention
-from hf_specgen.draft import Tree
-from hf_specgen.forward import CachedModel
 from hf_specgen.kernels import reference_attention
+from hf_specgen.models.attention import use_attention
+from hf_specgen.models.cached_model import CachedModel
+from hf_specgen.round.records import Tree
 
 triton = pytest.importorskip("triton")
 from hf_specgen.kernels import triton_attention  # noqa: E402 - needs Triton

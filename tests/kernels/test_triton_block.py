@@ -9,8 +9,8 @@ import torch
 from walk_cases import Kind, agree, make
 
 from hf_specgen import ops
-from hf_specgen.draft import DenseQ
 from hf_specgen.kernels import reference_walks
+from hf_specgen.round.records import DenseQ
 
 triton = pytest.importorskip("triton")
 from hf_specgen.kernels import triton_block  # noqa: E402 - after the guard

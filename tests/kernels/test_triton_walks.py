@@ -12,8 +12,8 @@ import torch
 from walk_cases import Kind, Walk, agree, laws, make
 
 from hf_specgen import ops
-from hf_specgen.draft import DenseQ, Draft, SparseQ, Tree
 from hf_specgen.kernels import reference_walks
+from hf_specgen.round.records import DenseQ, Draft, SparseQ, Tree
 
 triton = pytest.importorskip("triton")
 from hf_specgen.kernels import triton_typical, triton_walks  # noqa: E402 - after the guard

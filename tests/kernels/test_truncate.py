@@ -20,7 +20,7 @@ from transformers.generation import logits_process as hf
 import hf_specgen
 from hf_specgen import ops
 from hf_specgen.kernels import truncate as module
-from hf_specgen.warp import Truncation, Warp
+from hf_specgen.round.warp import Truncation, Warp
 
 INF = math.inf
 SIZES = [1, 2, 7, 127, 128, 129, 300, 640, 1000]

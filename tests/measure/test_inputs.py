@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from hf_specgen.bench import demo, machine
-from hf_specgen.bench.prompts import Prompt, batches, encode, own_prompts, pad_left, read_prompts, select
 from hf_specgen.errors import SpecGenError
+from hf_specgen.measure import demo, machine
+from hf_specgen.measure.prompts import Prompt, batches, encode, own_prompts, pad_left, read_prompts, select
 
 VOCAB = 40
 

@@ -13,15 +13,15 @@ from support_prepack import IDS, packed_calls, traces
 from tiny import letters, tiny
 from typer.testing import CliRunner, Result
 
-from hf_specgen import packing
 from hf_specgen.bench import plots, report
-from hf_specgen.bench.compare import Divergence
-from hf_specgen.bench.machine import Timing
-from hf_specgen.bench.methods import Decoding, DrafterChoice, on_model, plain_method, prepacked_twin
-from hf_specgen.bench.prompts import Prompt
-from hf_specgen.bench.run import BatchResult, Cell, Settings
 from hf_specgen.cli import main
-from hf_specgen.packing import is_prepacked, packed_layers
+from hf_specgen.measure.compare import Divergence
+from hf_specgen.measure.machine import Timing
+from hf_specgen.measure.methods import Decoding, DrafterChoice, on_model, plain_method, prepacked_twin
+from hf_specgen.measure.prompts import Prompt
+from hf_specgen.measure.run import BatchResult, Cell, Settings
+from hf_specgen.models import prepack as packing
+from hf_specgen.models.prepack import is_prepacked, packed_layers
 
 
 @pytest.fixture(scope="module")

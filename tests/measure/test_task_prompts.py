@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from hf_specgen.bench.prompts import own_prompts
-from hf_specgen.bench.task_prompts import task_prompts
 from hf_specgen.cli.session import PromptFlags, choose_prompts
 from hf_specgen.errors import SpecGenError
+from hf_specgen.measure.prompts import own_prompts
+from hf_specgen.measure.task_prompts import task_prompts
 
 
 def test_prompts_are_different_filled_and_of_every_category() -> None:

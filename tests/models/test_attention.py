@@ -8,17 +8,18 @@ import threading
 import pytest
 import torch
 import transformers
-from test_forward import LENGTHS, random_tree
+from ragged_trees import LENGTHS, random_tree
 from tiny import CASES, build, prompts, tiny
 from torch import Tensor
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as gemma2_eager
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_eager
 
-from hf_specgen import SpecGenError, attention, ops
-from hf_specgen.attention import PassAttention, use_attention
-from hf_specgen.draft import Tree
-from hf_specgen.forward import CachedModel
+from hf_specgen import SpecGenError, ops
 from hf_specgen.kernels.reference_attention import tree_attention
+from hf_specgen.models import attention
+from hf_specgen.models.attention import PassAttention, use_attention
+from hf_specgen.models.cached_model import CachedModel
+from hf_specgen.round.records import Tree
 
 GROUPED = "llama qwen2 qwen3 mistral gemma3_text phi3 mixtral qwen3_moe olmo2 cohere2 smollm3".split()
 EAGER_ONLY = ["gemma2", "gpt_oss"]

@@ -6,20 +6,13 @@ import random
 
 import pytest
 import torch
+from ragged_trees import LENGTHS, random_tree
 from tiny import CASES, build, prompts, tiny
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_specgen import UnsupportedTarget
-from hf_specgen.draft import Tree
-from hf_specgen.forward import CachedModel
-
-LENGTHS = [5, 17, 11, 24]
-
-
-def random_tree(chance: random.Random, rows: int, width: int) -> Tree:
-    """Draw a tree a row, deep enough that paths of three nodes are common."""
-    parents = [[chance.randint(max(-1, node - 3), node - 1) for node in range(width)] for _ in range(rows)]
-    return Tree(torch.tensor(parents).view(rows, width))
+from hf_specgen.models.cached_model import CachedModel
+from hf_specgen.round.records import Tree
 
 
 def path_to(tree: Tree, row: int, node: int) -> list[int]:

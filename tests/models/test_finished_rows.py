@@ -8,9 +8,9 @@ from tiny import RandomTree, Watch, build, disturbed, plain, prompts, some, text
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from hf_specgen import Drafter, PromptLookup, SmallModel, SpeculativeDecoding
-from hf_specgen.cache import SlotCache
-from hf_specgen.forward import CachedModel
-from hf_specgen.taps import FINAL
+from hf_specgen.models.cached_model import CachedModel
+from hf_specgen.models.slot_cache import SlotCache
+from hf_specgen.models.taps import FINAL
 
 LENGTHS = [5, 17, 11, 8, 3]
 FAMILIES = ["llama", "mistral", "gemma3_text", "gpt2", "deepseek_v3"]

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hf_specgen import Costs, PromptLookup, SmallModel, disable, enable, prepack, unpack
-from hf_specgen.packing import is_prepacked, packed_layers
+from hf_specgen.models.prepack import is_prepacked, packed_layers
 
 HAS_BF16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 

@@ -14,8 +14,9 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 from transformers import PreTrainedModel
 
-from hf_specgen import PromptLookup, SpecGenError, packing, prepack, unpack
-from hf_specgen.packing import PackedLinear, is_prepacked, packed_layers
+from hf_specgen import PromptLookup, SpecGenError, prepack, unpack
+from hf_specgen.models import prepack as packing
+from hf_specgen.models.prepack import PackedLinear, is_prepacked, packed_layers
 
 # --- never stale
 

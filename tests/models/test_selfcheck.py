@@ -14,7 +14,7 @@ from tiny import COMMON, FAMILIES, Watch, build, disturbed, ours, plain, prompts
 from transformers import AutoConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_specgen import PromptLookup, SmallModel, SpecGenError, SpeculativeDecoding, UnsupportedTarget
-from hf_specgen.selfcheck import TESTED, check_target, round_error
+from hf_specgen.models.selfcheck import TESTED, check_target, round_error
 
 CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 SETTINGS: dict[str, tuple[str, dict[str, object]]] = {
@@ -162,7 +162,7 @@ def llama_like(kind: type[Unsound], **settings: object) -> PreTrainedModel:
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Note the class of every model whose round is checked."""
-    import hf_specgen.selfcheck
+    import hf_specgen.models.selfcheck
 
     seen: list[str] = []
 
@@ -170,7 +170,7 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append(type(model).__name__)
         return round_error(model, rows=rows)
 
-    monkeypatch.setattr(hf_specgen.selfcheck, "round_error", noted)
+    monkeypatch.setattr(hf_specgen.models.selfcheck, "round_error", noted)
     return seen
 
 

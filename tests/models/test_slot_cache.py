@@ -14,9 +14,9 @@ from tiny import FAMILIES, build
 from transformers import AutoConfig
 
 from hf_specgen import UnsupportedTarget, ops
-from hf_specgen.cache import SlotCache, SlotGroup
-from hf_specgen.draft import Tree
-from hf_specgen.layer_kinds import layer_kinds
+from hf_specgen.models.layer_kinds import layer_kinds
+from hf_specgen.models.slot_cache import SlotCache, SlotGroup
+from hf_specgen.round.records import Tree
 
 WINDOW = 6
 LAYOUTS = {

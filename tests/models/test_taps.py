@@ -11,8 +11,8 @@ from tiny import CASES, Keep, RandomTree, Watch, build, ours, plain, prompts, te
 from torch import nn
 
 from hf_specgen import IncompatibleDrafter, PromptLookup, SpeculativeDecoding, Tree, UnsupportedTarget
-from hf_specgen.forward import CachedModel
-from hf_specgen.taps import FINAL, Taps, decoder_layers
+from hf_specgen.models.cached_model import CachedModel
+from hf_specgen.models.taps import FINAL, Taps, decoder_layers
 
 LENGTHS = [5, 17, 11, 24]
 ALL = (0, 1, 2, FINAL)

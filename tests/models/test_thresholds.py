@@ -9,8 +9,8 @@ import torch
 from tiny import COMMON, FAMILIES, prompts, tiny
 from transformers import AutoConfig
 
-from hf_specgen.selfcheck import _obeys
-from hf_specgen.thresholds import LOW, copy_of, lower, thresholds_of
+from hf_specgen.models.selfcheck import _obeys
+from hf_specgen.models.thresholds import LOW, copy_of, lower, thresholds_of
 
 SCALED = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 16384}
 FOUND: dict[str, tuple[dict[str, object], list[tuple[str, int]]]] = {

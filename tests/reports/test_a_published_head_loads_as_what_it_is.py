@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
 from hf_specgen import IncompatibleDrafter
+from hf_specgen.checkpoints.config import DrafterConfig
+from hf_specgen.checkpoints.formats.eagle3_common import numbered
 from hf_specgen.cli.main import app
-from hf_specgen.drafter_config import DrafterConfig
 from hf_specgen.drafters.eagle3 import Eagle3Drafter
-from hf_specgen.drafters.learned import LearnedDrafter
-from hf_specgen.formats.eagle3_common import numbered
+from hf_specgen.drafting.learned import LearnedDrafter
 from hf_specgen.loading import describe, load_drafter
 
 IDS = "eagle_aux_hidden_state_layer_ids"

@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_bench import Letters
-from test_cli import PROMPT, fine
-from test_cli import target as target  # a fixture
+from cli_calls import PROMPT, fine
+from cli_calls import target as target  # a fixture
+from letters import Letters
 from tiny import tiny
 
-from hf_specgen.bench import report, run
-from hf_specgen.bench.methods import Decoding, our_method, plain_method
+from hf_specgen.bench import report
 from hf_specgen.bench.plots import caption
-from hf_specgen.bench.prompts import MIXED, Prompt, batches, category_of
+from hf_specgen.measure import run
+from hf_specgen.measure.methods import Decoding, our_method, plain_method
+from hf_specgen.measure.prompts import MIXED, Prompt, batches, category_of
 
 
 def prompts(**counts: int) -> list[Prompt]:

@@ -10,7 +10,7 @@ from tiny import drafter_of, letters, ours, plain, prompts, some, texts_of, tiny
 from transformers import LogitsProcessor, StoppingCriteria
 
 from hf_specgen import SpecGenError
-from hf_specgen.criteria import Criteria
+from hf_specgen.round.criteria import Criteria
 
 ROWS = [5, 17, 11, 24]
 WIDTH = max(ROWS)

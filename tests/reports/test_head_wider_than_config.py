@@ -9,7 +9,7 @@ from tiny import Watch, disturbed, plain, prompts, texts_of, tiny
 from torch import nn
 
 from hf_specgen import PromptLookup, SmallModel, SpeculativeDecoding, WithLookup, stock_candidates
-from hf_specgen.facts import logits_width
+from hf_specgen.models.facts import logits_width
 from hf_specgen.trainers.warm_start import new_drafter
 
 IDS = 64

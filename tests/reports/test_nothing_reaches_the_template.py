@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from cli_calls import TEMPLATE, WORDS, fine, refused, save
+from cli_drafters import EAGLE3
 from datasets import Dataset
 from support_text import CHAT, THINKING, characters
-from test_cli import TEMPLATE, WORDS, fine, refused, save
-from test_cli_drafters import EAGLE3
 from train_runs import eagle3_trainer
 from transformers import PreTrainedTokenizerFast
 
 from hf_specgen.chats import Chat, render
-from hf_specgen.drafter_config import DrafterConfig
+from hf_specgen.checkpoints.config import DrafterConfig
 from hf_specgen.drafters.eagle3 import Eagle3Drafter
 from hf_specgen.errors import SpecGenError
 from hf_specgen.trainers.data import DataOptions, prepare_dataset

@@ -12,8 +12,8 @@ from tiny import disturbed, drafter_of, ours, plain, prompts, texts_of, tiny
 from transformers import PreTrainedModel
 
 from hf_specgen import IncompatibleDrafter, PromptLookup, SmallModel, UnsupportedTarget
-from hf_specgen.models import input_device
-from hf_specgen.selfcheck import round_error
+from hf_specgen.models.selfcheck import round_error
+from hf_specgen.models.wrappers import input_device
 from hf_specgen.trainers.feature_cache import write_cache
 
 Offload = Callable[[PreTrainedModel, Path], PreTrainedModel]

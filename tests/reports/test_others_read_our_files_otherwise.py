@@ -9,24 +9,24 @@ from typing import Any
 
 import pytest
 import torch
+from medusa_checkpoints import random_heads
+from medusa_checkpoints import source_of as heads_of
 from safetensors.torch import load_file
 from support_formats import FACTS, VD, H, K, V, opened, read, same, source_of
-from test_medusa_formats import random_heads
-from test_medusa_formats import source_of as heads_of
 from tiny import tiny
 from typer.testing import CliRunner
 
 from hf_specgen import IncompatibleDrafter, SpecGenError, load_drafter, write_card
+from hf_specgen.checkpoints.config import DrafterConfig
+from hf_specgen.checkpoints.formats.base import Checkpoint, ReadOptions, layout_named
+from hf_specgen.checkpoints.formats.lent import EMBEDDING, HEAD, lent_by
+from hf_specgen.checkpoints.opening import open_source
 from hf_specgen.cli import main
-from hf_specgen.drafter_config import DrafterConfig
 from hf_specgen.drafters.eagle import EagleDrafter
 from hf_specgen.drafters.eagle3 import Eagle3Drafter
-from hf_specgen.drafters.learned import LearnedDrafter
 from hf_specgen.drafters.medusa import MedusaDrafter
-from hf_specgen.facts import TargetFacts
-from hf_specgen.formats.base import Checkpoint, ReadOptions, layout_named
-from hf_specgen.formats.lent import EMBEDDING, HEAD, lent_by
-from hf_specgen.hub import open_source
+from hf_specgen.drafting.learned import LearnedDrafter
+from hf_specgen.models.facts import TargetFacts
 
 OURS, SGLANG, LIBRARY = "specgen", "sglang-eagle3", "vllm-speculators"
 CLASSES = {"medusa": MedusaDrafter, "eagle": EagleDrafter, "eagle3": Eagle3Drafter}

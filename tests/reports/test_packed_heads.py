@@ -10,10 +10,10 @@ from tiny import KINDS, drafter_of, ours, plain, prompts, some, texts_of, tiny, 
 from torch import Tensor, nn
 
 from hf_specgen import IncompatibleDrafter, SpecGenError, UnsupportedTarget, prepack
-from hf_specgen.drafters.borrowed import HeadRows
-from hf_specgen.drafters.learned import same_rows
 from hf_specgen.drafters.medusa import MedusaDrafter
-from hf_specgen.facts import fingerprint, fingerprint_of, holds_numbers
+from hf_specgen.drafting.borrowed import HeadRows
+from hf_specgen.drafting.learned import same_rows
+from hf_specgen.models.facts import fingerprint, fingerprint_of, holds_numbers
 from hf_specgen.trainers.frozen import FrozenTarget
 from hf_specgen.trainers.warm_start import new_drafter, warm_start
 

@@ -8,7 +8,7 @@ from tiny import build, ours, plain, prompts, texts_of
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 from hf_specgen import PromptLookup, SmallModel, SpecGenError
-from hf_specgen.requests import real_tokens
+from hf_specgen.calls.requests import real_tokens
 
 TEXT = {
     "vocab_size": 64,

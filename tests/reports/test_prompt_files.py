@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from cli_calls import call, refused
+from cli_calls import target as target  # a fixture
 from support_text import CHATML, THINKING, characters
-from test_cli import call, refused
-from test_cli import target as target  # a fixture
 
-from hf_specgen.bench.prompts import Prompt, encode, read_prompts
 from hf_specgen.errors import SpecGenError
+from hf_specgen.measure.prompts import Prompt, encode, read_prompts
 
 HALF = "a \ud83d b"
 

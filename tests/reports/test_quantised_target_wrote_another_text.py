@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_specgen import PromptLookup, UnsupportedTarget
-from hf_specgen.selfcheck import check_target, leak_of
+from hf_specgen.models.selfcheck import check_target, leak_of
 
 
 class PerTensor(nn.Linear):

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-import hf_specgen.selfcheck
+import hf_specgen.models.selfcheck
 from hf_specgen import SpeculativeDecoding, UnsupportedTarget, prepack
-from hf_specgen.selfcheck import check_target, round_error
+from hf_specgen.models.selfcheck import check_target, round_error
 
 OWN = LlamaAttention.forward
 
@@ -82,7 +82,7 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append(type(model).__name__)
         return round_error(model, **settings)
 
-    monkeypatch.setattr(hf_specgen.selfcheck, "round_error", noted)
+    monkeypatch.setattr(hf_specgen.models.selfcheck, "round_error", noted)
     return seen
 
 
@@ -176,7 +176,7 @@ class Doubling(nn.Linear):
 
 def test_the_look_at_a_model_is_cheap() -> None:
     """It happens in every call: far below the time of a pass, and it leaves nothing on the model."""
-    from hf_specgen.makeup import makeup_of
+    from hf_specgen.models.makeup import makeup_of
 
     model = build("qwen3", num_hidden_layers=8)
     before = {name: dict(vars(module)) for name, module in model.named_modules()}

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_specgen import IncompatibleDrafter, PromptLookup, SmallModel, SpeculativeDecoding, UnsupportedTarget
-from hf_specgen.forward import CachedModel
-from hf_specgen.models import row_counter
+from hf_specgen.models.cached_model import CachedModel
+from hf_specgen.models.wrappers import row_counter
 
 SETTINGS = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": list(range(0, 64, 7))}
 

@@ -8,9 +8,9 @@ import transformers
 from tiny import COMMON, assert_ran, drafter_of, ours, plain, prompts, some, texts_of
 from transformers import AutoConfig, PreTrainedModel
 
-from hf_specgen.cache import SlotCache
 from hf_specgen.errors import UnsupportedTarget
-from hf_specgen.layer_kinds import layer_kinds
+from hf_specgen.models.layer_kinds import layer_kinds
+from hf_specgen.models.slot_cache import SlotCache
 
 SHARED = {
     "head_dim": 16,

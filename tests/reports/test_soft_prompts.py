@@ -14,8 +14,8 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 import hf_specgen
 from hf_specgen import PromptLookup, SmallModel, SpecGenError, SpeculativeDecoding, UnsupportedTarget
-from hf_specgen.forward import CachedModel
-from hf_specgen.models import bare, driven
+from hf_specgen.models.cached_model import CachedModel
+from hf_specgen.models.wrappers import bare, driven
 
 SOFT = {
     "prompt tuning": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),

@@ -17,7 +17,7 @@ from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation import logits_process as hf
 
 from hf_specgen import PromptLookup, SmallModel, SpecGenError
-from hf_specgen.replay import Branch
+from hf_specgen.round.replay import Branch
 
 KINDS = ("lookup", "branches", "small", "tree")
 LENGTHS = {1: [12], 4: [5, 17, 11, 24]}
@@ -133,8 +133,8 @@ def test_one_object_for_all_drafts_would_write_another_text(target, monkeypatch:
     """Negative control: drafts are asked about without a copy."""
     ids, mask = prompts(LENGTHS[1])
     expected = plain(target, ids, logits_processor=[Automaton(12)])
-    monkeypatch.setattr("hf_specgen.state.State.copy", lambda self, values: values)
-    monkeypatch.setattr("hf_specgen.warp.Warp.check", lambda *_: None)
+    monkeypatch.setattr("hf_specgen.round.state.State.copy", lambda self, values: values)
+    monkeypatch.setattr("hf_specgen.round.warp.Warp.check", lambda *_: None)
     watch = drafter_of("lookup", target, texts_of(expected, mask))
     assert not torch.equal(ours(target, watch, ids, logits_processor=[Automaton(12)]), expected)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_train_regenerate import model_and_questions, read, source_of
+from regenerate_cases import model_and_questions, read, source_of
 
 from hf_specgen.errors import SpecGenError
 from hf_specgen.trainers import regenerate as work

@@ -9,8 +9,8 @@ import pytest
 from datasets import Dataset
 from support_text import CHAT, CHATML, characters
 
-from hf_specgen.bench.prompts import encode, read_prompts
 from hf_specgen.errors import SpecGenError
+from hf_specgen.measure.prompts import encode, read_prompts
 from hf_specgen.trainers.data import prepare_dataset
 from hf_specgen.trainers.regenerate import chat_prompts
 

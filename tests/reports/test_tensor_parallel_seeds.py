@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
 from hf_specgen import PromptLookup
-from hf_specgen.requests import seed_rows
+from hf_specgen.calls.requests import seed_rows
 
 OTHERS = 0x1234_5678_9ABC_DEF0
 

@@ -8,10 +8,10 @@ import transformers
 from tiny import COMMON, MIXED, build, drafter_of, ours, plain, prompts, texts_of
 from transformers import AutoConfig, PreTrainedModel
 
-import hf_specgen.selfcheck
+import hf_specgen.models.selfcheck
 from hf_specgen import PromptLookup, SpecGenError, UnsupportedTarget
-from hf_specgen.selfcheck import check_target
-from hf_specgen.thresholds import LOW, copy_of, lower, thresholds_of
+from hf_specgen.models.selfcheck import check_target
+from hf_specgen.models.thresholds import LOW, copy_of, lower, thresholds_of
 
 NEO = {
     "num_layers": 2,
@@ -48,7 +48,7 @@ def target(kind: str, **settings: object) -> PreTrainedModel:
 
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf_specgen.selfcheck, "_check_beyond", lambda model, makeup, threshold, rows: None)
+    monkeypatch.setattr(hf_specgen.models.selfcheck, "_check_beyond", lambda model, makeup, threshold, rows: None)
 
 
 DOGE = pytest.mark.skipif(transformers.__version__ < "5.24", reason="older Doge misreads bool masks: refused at once")

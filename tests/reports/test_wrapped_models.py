@@ -17,8 +17,8 @@ from transformers import GenerationConfig, LlamaModel, PreTrainedModel
 import hf_specgen
 from hf_specgen import MedusaDrafter, PromptLookup, SmallModel, SpecGenError, SpeculativeDecoding, last_stats
 from hf_specgen.entry import EnabledGenerate
-from hf_specgen.models import bare, writer
-from hf_specgen.packing import is_prepacked
+from hf_specgen.models.prepack import is_prepacked
+from hf_specgen.models.wrappers import bare, writer
 from hf_specgen.trainers.medusa import MedusaArguments, MedusaTrainer
 
 Wrap = Callable[[PreTrainedModel], nn.Module]

@@ -10,7 +10,7 @@ from tiny import disturbed, tiny
 from torch import Tensor
 
 import hf_specgen
-from hf_specgen.coins import ACCEPT, DRAFT, Coins
+from hf_specgen.round.coins import ACCEPT, DRAFT, Coins
 
 Key = tuple[int, int, int]  # position, use, sibling
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_specgen.coins import ACCEPT, DRAFT, SAMPLE, Coins
 from hf_specgen.kernels import common
+from hf_specgen.round.coins import ACCEPT, DRAFT, SAMPLE, Coins
 
 
 def words(text: str) -> Tensor:

@@ -13,11 +13,12 @@ from tiny import COMMON, Watch, build, ours, plain, prompts, texts_of, tiny
 from transformers import LlavaConfig, LlavaForConditionalGeneration
 
 from hf_specgen import Costs, PromptLookup, SmallModel
-from hf_specgen.costs import Rate
-from hf_specgen.drafter_config import DrafterConfig
-from hf_specgen.drafters import features, medusa
-from hf_specgen.facts import LAYER_OVERHEAD, PASS_OVERHEAD, step_size
+from hf_specgen.checkpoints.config import DrafterConfig
+from hf_specgen.drafters import medusa
+from hf_specgen.drafting import features
 from hf_specgen.loading import drafter_class
+from hf_specgen.models.facts import LAYER_OVERHEAD, PASS_OVERHEAD, step_size
+from hf_specgen.round.costs import Rate
 
 
 def expected_tokens(rate: float, width: int) -> float:

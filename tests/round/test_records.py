@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_specgen.draft import Draft, Round, Tree, Verdict
+from hf_specgen.round.records import Draft, Round, Tree, Verdict
 
 PARENTS = [-1, -1, 0, 0, 1, 2]
 MASK = ["100000", "010000", "101000", "100100", "010010", "101001"]  # theory, section 4: nodes only, without the root

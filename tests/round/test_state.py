@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny import letters, tiny
 
-from hf_specgen.state import State
+from hf_specgen.round.state import State
 
 
 class Box:

@@ -12,11 +12,11 @@ from law import enumerate_law, p_value
 from tiny import Watch, assert_ran, build, disturbed, drafter_of, garbled, plain, prompts, texts_of, tiny
 
 from hf_specgen import Drafter, PromptLookup, SmallModel, SpecGenError, SpeculativeDecoding, enable, ops, use_kernels
-from hf_specgen.coins import Coins
-from hf_specgen.draft import DenseQ, Draft, Tree
-from hf_specgen.fused import Dense
-from hf_specgen.lossy import Typical, verify_typical
-from hf_specgen.verify import verify
+from hf_specgen.round.coins import Coins
+from hf_specgen.round.records import DenseQ, Draft, Tree
+from hf_specgen.round.typical import Typical, verify_typical
+from hf_specgen.round.verify import verify
+from hf_specgen.round.verify_dense import Dense
 
 pytestmark = pytest.mark.filterwarnings("ignore:rule='typical:UserWarning")
 LENGTHS = [5, 17, 11, 24]

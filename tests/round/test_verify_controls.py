@@ -14,12 +14,12 @@ import torch
 from coin_boxes import BoxCoins, Case, Table, TableScores, check, fixed, logs, solve
 from torch import Tensor
 
-import hf_specgen.verify as verify_module
+import hf_specgen.round.verify as verify_module
 from hf_specgen import ops
-from hf_specgen.coins import ACCEPT, SAMPLE
-from hf_specgen.draft import DenseQ, Draft, Tree
 from hf_specgen.kernels import reference
-from hf_specgen.verify import verify
+from hf_specgen.round.coins import ACCEPT, SAMPLE
+from hf_specgen.round.records import DenseQ, Draft, Tree
+from hf_specgen.round.verify import verify
 
 VISIBLE = 1e-3  # a bent law is at least this far away; a sound one is within 1e-12
 

@@ -10,10 +10,10 @@ from tiny import RandomTree, Watch, disturbed, ours, plain, prompts, texts_of, t
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_specgen import PromptLookup, SmallModel, SpecGenError, SpeculativeDecoding, ops
-from hf_specgen.bench.kernel_bytes import Shape
-from hf_specgen.bench.kernel_cases import Inputs
-from hf_specgen.draft import DenseQ, Draft, Tree
-from hf_specgen.fused import Dense, verify_dense
+from hf_specgen.bench.dev.kernel_bytes import Shape
+from hf_specgen.bench.dev.kernel_cases import Inputs
+from hf_specgen.round.records import DenseQ, Draft, Tree
+from hf_specgen.round.verify_dense import Dense, verify_dense
 
 pytest.importorskip("triton")
 

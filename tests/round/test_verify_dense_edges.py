@@ -9,15 +9,15 @@ from tiny import RandomTree, Watch, plain, prompts, texts_of, tiny
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from hf_specgen import Draft, Drafter, SmallModel, SpeculativeDecoding, ops
-from hf_specgen.cache import SlotCache
-from hf_specgen.coins import CoinSource
-from hf_specgen.forward import CachedModel
-from hf_specgen.fused import Dense, keeps_ties_by_id, verify_dense
 from hf_specgen.kernels import reference_rows
-from hf_specgen.sequences import Sequences, Stops
-from hf_specgen.target import Scores, Target
-from hf_specgen.verify import verify
-from hf_specgen.warp import Warp
+from hf_specgen.models.cached_model import CachedModel
+from hf_specgen.models.slot_cache import SlotCache
+from hf_specgen.models.target import Scores, Target
+from hf_specgen.round.coins import CoinSource
+from hf_specgen.round.sequences import Sequences, Stops
+from hf_specgen.round.verify import verify
+from hf_specgen.round.verify_dense import Dense, keeps_ties_by_id, verify_dense
+from hf_specgen.round.warp import Warp
 
 LENGTHS = [5, 7]
 ALLOWED = {(): [3, 4], (3,): [5], (4,): [6], (3, 5): [7], (4, 6): [8], (3, 5, 7): [9], (4, 6, 8): [10]}

@@ -11,9 +11,9 @@ import torch
 from coin_boxes import BoxCoins, Case, Table, TableScores, Weights, check, fixed, logs, rest
 from torch import Tensor
 
-from hf_specgen.coins import ACCEPT, SAMPLE, Coins
-from hf_specgen.draft import DenseQ, Draft, Round, SparseQ, Tree
-from hf_specgen.verify import verify
+from hf_specgen.round.coins import ACCEPT, SAMPLE, Coins
+from hf_specgen.round.records import DenseQ, Draft, Round, SparseQ, Tree
+from hf_specgen.round.verify import verify
 
 ROWS = {  # p, q, accepted mass
     "one": (fixed("1/10", "3/10", "6/10"), fixed("4/10", "4/10", "2/10"), 0.6),

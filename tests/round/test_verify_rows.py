@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_specgen import ops
-from hf_specgen.coins import ACCEPT, SAMPLE, Coins
-from hf_specgen.draft import DenseQ, Draft, SparseQ, Tree, Verdict
 from hf_specgen.errors import SpecGenError
-from hf_specgen.verify import RULES, _descend_tensors, verify
+from hf_specgen.round.coins import ACCEPT, SAMPLE, Coins
+from hf_specgen.round.records import DenseQ, Draft, SparseQ, Tree, Verdict
+from hf_specgen.round.verify import RULES, _descend_tensors, verify
 
 VOCAB = 300  # three strips, the last one short
 INF = math.inf
@@ -124,8 +124,8 @@ def test_the_path_that_waits_for_no_device_decides_the_same(
         walks.append(draft.width)
         return _descend_tensors(draft, decide)
 
-    monkeypatch.setattr("hf_specgen.verify._select", lambda mask: torch.arange(len(mask)))
-    monkeypatch.setattr("hf_specgen.verify._descend_listed", without_lists)
+    monkeypatch.setattr("hf_specgen.round.verify._select", lambda mask: torch.arange(len(mask)))
+    monkeypatch.setattr("hf_specgen.round.verify._descend_listed", without_lists)
     assert all(same(verdict, batch.verdict(rule)) for verdict, batch in zip(lazily, batches, strict=True))
     assert len(walks) == (0 if rule == "block" and kind in ("sparse", "dense") else len(batches))
 

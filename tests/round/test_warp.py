@@ -13,10 +13,10 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from hf_specgen import Draft, Round, SpecGenError, Tree, Verdict
-from hf_specgen.sequences import Sequences, Stops
-from hf_specgen.target import Scores
-from hf_specgen.verify import verify
-from hf_specgen.warp import Warp
+from hf_specgen.models.target import Scores
+from hf_specgen.round.sequences import Sequences, Stops
+from hf_specgen.round.verify import verify
+from hf_specgen.round.warp import Warp
 
 ROWS, NODES, VOCAB, LENGTHS = 3, 10, 64, [9, 4, 12]
 WIDTH = max(LENGTHS)

@@ -12,8 +12,8 @@ from transformers import LogitsProcessor
 from transformers.generation import logits_process as hf
 
 from hf_specgen import PromptLookup, SpecGenError, stock_candidates
-from hf_specgen.state import State
-from hf_specgen.warp import Warp
+from hf_specgen.round.state import State
+from hf_specgen.round.warp import Warp
 
 VOCAB = 64
 

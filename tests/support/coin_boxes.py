@@ -17,9 +17,9 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from hf_specgen.coins import ACCEPT, SAMPLE
-from hf_specgen.draft import DenseQ, Draft, Round, SparseQ, Tree, Verdict
-from hf_specgen.verify import verify
+from hf_specgen.round.coins import ACCEPT, SAMPLE
+from hf_specgen.round.records import DenseQ, Draft, Round, SparseQ, Tree, Verdict
+from hf_specgen.round.verify import verify
 
 Weights = list[Fraction]
 Prefix = tuple[int, ...]

@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_specgen import Draft
-from hf_specgen.drafter_config import DrafterConfig
+from hf_specgen.checkpoints.config import DrafterConfig
 from hf_specgen.drafters.eagle import EagleDrafter
 from hf_specgen.drafters.eagle3 import Eagle3Drafter
-from hf_specgen.drafters.features import FeatureDrafter
+from hf_specgen.drafting.features import FeatureDrafter
 
 RAGGED = [5, 17, 11, 24]
 SIZES: dict[str, Any] = {

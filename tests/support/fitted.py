@@ -11,9 +11,9 @@ from oracle import drafter_from
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specgen.drafter_config import DrafterConfig
-from hf_specgen.drafters.learned import LearnedDrafter
-from hf_specgen.taps import FINAL, Taps
+from hf_specgen.checkpoints.config import DrafterConfig
+from hf_specgen.drafting.learned import LearnedDrafter
+from hf_specgen.models.taps import FINAL, Taps
 
 State = dict[str, Tensor]
 

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hf_specgen import files
+from hf_specgen.checkpoints import files
 
 SHA = "0123abcd" * 5
 Tensors = dict[str, Tensor]

@@ -12,7 +12,7 @@ import pytest
 from coin_boxes import Case, Table, fixed, solve
 from walk_cases import through
 
-KERNELS = Path(__file__).resolve().parent.parent / "kernels"
+KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 MARGIN = 2e-5  # the kernels weigh in float32; coins stay this far from every edge
 UNSEEN = 2e-3  # how much of the law may lie in those margins
 VISIBLE = 1e-3  # a bent law is at least this far away; a sound one is within 1e-12

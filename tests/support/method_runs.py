@@ -12,8 +12,8 @@ from torch import Tensor
 from train_runs import STEPS, Job, Pad, arguments, record, texts
 from transformers import PreTrainedModel
 
-from hf_specgen.drafters.base import Drafter
 from hf_specgen.drafters.medusa import MedusaDrafter
+from hf_specgen.drafting.drafter import Drafter
 from hf_specgen.trainers.base import DrafterTrainer
 from hf_specgen.trainers.distill import DistillArguments, DistillTrainer
 from hf_specgen.trainers.eagle import EagleArguments, EagleTrainer

@@ -19,8 +19,8 @@ from tiny import build
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specgen.drafter_config import DrafterConfig
-from hf_specgen.drafters.learned import LearnedDrafter
+from hf_specgen.checkpoints.config import DrafterConfig
+from hf_specgen.drafting.learned import LearnedDrafter
 
 VOCAB, WIDTH, DELAY, LAYERS = 20, 64, 3, 3
 A, B, C, ONE = 0, VOCAB, 2 * VOCAB, 3 * VOCAB

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hf_specgen.facts import TargetFacts
-from hf_specgen.formats.base import Checkpoint, ReadOptions, Source, detect
+from hf_specgen.checkpoints.formats.base import Checkpoint, ReadOptions, Source, detect
+from hf_specgen.models.facts import TargetFacts
 
 H, INNER, A, K, V, VD, N = 16, 24, 4, 2, 40, 12, 8
 # The published head of Llama-3.1-8B.

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
-from hf_specgen.drafters.learned import LearnedDrafter
+from hf_specgen.drafting.learned import LearnedDrafter
 from hf_specgen.trainers.base import DrafterTrainer, DrafterTrainingArguments
 from hf_specgen.trainers.eagle3 import Eagle3Arguments, Eagle3Trainer
 

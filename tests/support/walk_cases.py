@@ -11,9 +11,9 @@ import torch
 from coin_boxes import BoxCoins, TableScores
 from torch import Tensor
 
-from hf_specgen.coins import ACCEPT, SAMPLE
-from hf_specgen.draft import DenseQ, Draft, SparseQ, Tree, Verdict
 from hf_specgen.kernels import reference
+from hf_specgen.round.coins import ACCEPT, SAMPLE
+from hf_specgen.round.records import DenseQ, Draft, SparseQ, Tree, Verdict
 
 Walks = tuple[Tensor, Tensor, Tensor, Tensor]
 

@@ -15,7 +15,7 @@ from train_runs import Pad, arguments
 from transformers import PreTrainedModel
 
 from hf_specgen import SpeculativeDecoding
-from hf_specgen.drafters.learned import LearnedDrafter
+from hf_specgen.drafting.learned import LearnedDrafter
 from hf_specgen.trainers.eagle3 import Eagle3Arguments, Eagle3Trainer
 
 PROMPTS, START, AHEAD = 4, 6, 3

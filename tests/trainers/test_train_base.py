@@ -18,7 +18,7 @@ from transformers import TrainingArguments
 from hf_specgen import SpecGenError
 from hf_specgen.errors import UnsupportedTarget
 from hf_specgen.loading import load_drafter
-from hf_specgen.taps import FINAL
+from hf_specgen.models.taps import FINAL
 from hf_specgen.trainers import base
 from hf_specgen.trainers.base import DrafterTrainer, DrafterTrainingArguments, StopOnNaN
 from hf_specgen.trainers.eagle3 import Eagle3Arguments, Eagle3Trainer

@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 import torch
+from cli_calls import fine, refused, save
 from datasets import Dataset
 from fitted import untrained
-from test_cli import fine, refused, save
 from tiny import build, tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError, UnsupportedTarget
-from hf_specgen.facts import TargetFacts
-from hf_specgen.taps import FINAL
+from hf_specgen.models.facts import TargetFacts
+from hf_specgen.models.taps import FINAL
 from hf_specgen.trainers.data import DataOptions, DraftCollator, prepare_dataset
 from hf_specgen.trainers.eagle3 import Eagle3Arguments, Eagle3Trainer
 from hf_specgen.trainers.feature_cache import MANIFEST, CacheOptions, FeatureCache, write_cache

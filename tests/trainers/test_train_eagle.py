@@ -2,67 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from fitted import untrained
+from eagle_lessons import DECAY, LENGTH, SHARE, Scene, scene
 from method_runs import as_slowly, decoded, eagle_trainer, rolled_out, written
 from safetensors import safe_open
 from tiny import tiny
 from torch import Tensor
 from train_runs import Pad, texts
 
-from hf_specgen.drafters.eagle import EagleDrafter
-from hf_specgen.drafters.learned import TrainingOutput
 from hf_specgen.loading import load_drafter
-from hf_specgen.taps import FINAL, Taps
 from hf_specgen.trainers.data import DraftCollator
 from hf_specgen.trainers.eagle import feature_noise
 from hf_specgen.trainers.losses import Objective
 from hf_specgen.trainers.warm_start import new_drafter
 
-SHARE, DECAY, LENGTH = 0.3, 0.5, 10
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "bias and two layers": {"fc_bias": True, "num_hidden_layers": 2},
     "window": {"sliding_window": 4, "own_embedding": True},
 }
-
-
-@dataclass
-class Scene:
-    """Hold a drafter in float64 and what its target says of two texts; features are noisy, not the wanted ones."""
-
-    drafter: EagleDrafter
-    ids: Tensor
-    features: Tensor
-    last: Tensor
-    mask: Tensor
-    head: Tensor
-
-    def forward(self, **more: Any) -> TrainingOutput:
-        given = {"share": SHARE, "decay": DECAY, **more}
-        return self.drafter(
-            self.ids, (self.features,), self.last, self.mask, Objective("kl", chunk=7), self.head, **given
-        )
-
-
-def scene(length: int = LENGTH, **settings: Any) -> Scene:
-    model = tiny().double()
-    drafter = untrained("eagle", model, [], **settings)
-    drafter.attach(model)
-    torch.manual_seed(2)
-    ids, mask = torch.randint(1, 64, (2, length)), torch.rand(2, length) < 0.7
-    taps = Taps(model, (FINAL,))
-    with torch.no_grad(), taps.on() as seen:
-        model(ids, use_cache=False)
-        (last,) = taps.read(seen, torch.device("cpu"))
-    noisy = last + 0.1 * torch.randn_like(last)
-    return Scene(drafter, ids, noisy, last, mask, model.get_output_embeddings().weight.detach())
 
 
 def slowly(scene: Scene, steps: int) -> tuple[Tensor, Tensor]:

@@ -12,11 +12,11 @@ from method_runs import as_slowly, rolled_out
 from tiny import tiny
 from torch import Tensor
 
-from hf_specgen.drafters import unrolling
 from hf_specgen.drafters.eagle3 import Eagle3Drafter
-from hf_specgen.drafters.layers import LayerClasses
-from hf_specgen.drafters.learned import TrainingOutput
-from hf_specgen.taps import FINAL, Taps
+from hf_specgen.drafting import unrolling
+from hf_specgen.drafting.layers import LayerClasses
+from hf_specgen.drafting.learned import TrainingOutput
+from hf_specgen.models.taps import FINAL, Taps
 from hf_specgen.trainers.losses import Objective
 
 STEPS, DECAY, LENGTH = 3, 0.5, 10

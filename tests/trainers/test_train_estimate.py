@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_cli import call, fine, refused, save
+from cli_calls import call, fine, refused, save
 from tiny import tiny
 from transformers import LlamaConfig
 

@@ -19,7 +19,7 @@ from train_runs import Pad, arguments, texts
 from hf_specgen import SpecGenError
 from hf_specgen.drafters.medusa import MedusaDrafter
 from hf_specgen.loading import load_drafter
-from hf_specgen.taps import FINAL, Taps
+from hf_specgen.models.taps import FINAL, Taps
 from hf_specgen.trainers.losses import Objective
 from hf_specgen.trainers.medusa import MedusaArguments, MedusaTrainer
 

@@ -15,8 +15,8 @@ from train_runs import eagle3_trainer, together
 from transformers import PreTrainedModel, TrainerCallback
 
 from hf_specgen import SpecGenError, SpeculativeDecoding
-from hf_specgen.drafters.learned import LearnedDrafter
-from hf_specgen.taps import FINAL, Taps
+from hf_specgen.drafting.learned import LearnedDrafter
+from hf_specgen.models.taps import FINAL, Taps
 from hf_specgen.trainers import worth
 from hf_specgen.trainers.losses import Objective
 from hf_specgen.trainers.metrics import AcceptanceCallback, Renewal, renewal
@@ -337,4 +337,4 @@ def test_two_processes_tell_the_same(tmp_path: Path) -> None:
     one, other = (figures for _, figures in found["fine"]["every"])
     assert one["eval_decoded_acceptance_length"] == other["eval_decoded_acceptance_length"] >= 1
     assert all("another text" in figures["error"] for _, figures in found["broken"]["every"])
-    assert train_runs.HERE == Path(__file__).resolve().parent
+    assert train_runs.HERE == Path(__file__).resolve().parents[1] / "support"

@@ -17,15 +17,15 @@ from typing import Any
 
 import pytest
 import torch
-from test_cli import PROMPT, call, save
-from tiny import prompts as tiny_prompts
+from cli_calls import PROMPT, call, save
+from regenerate_cases import EOS, LENGTHS, model_and_questions, read, source_of
 from tiny import tiny
 
 from hf_specgen import PromptLookup
 from hf_specgen.chats import Chat
 from hf_specgen.cli import main
 from hf_specgen.errors import SpecGenError
-from hf_specgen.facts import TargetFacts
+from hf_specgen.models.facts import TargetFacts
 from hf_specgen.trainers import regenerate as work
 from hf_specgen.trainers.data import load_data, prepare_dataset
 from hf_specgen.trainers.disk import alone
@@ -33,22 +33,6 @@ from hf_specgen.trainers.disk import alone
 
 def run(*arguments: object) -> Any:
     return call(*map(str, arguments))
-
-
-LENGTHS = [5, 9, 7, 12, 6, 9, 8]
-EOS = 7
-
-
-def model_and_questions() -> tuple[Any, list[work.Question]]:
-    model = tiny()
-    model.generation_config.eos_token_id = [EOS, 63]
-    ids, mask = tiny_prompts(LENGTHS)
-    rows = [row[bits.bool()].tolist() for row, bits in zip(ids, mask, strict=True)]
-    return model, [work.Question(tuple(row), "kind", str(i)) for i, row in enumerate(rows)]
-
-
-def source_of(model: Any, sampling: work.Sampling) -> work.Source:
-    return work.Source(TargetFacts.of(model), sampling, work.end_tokens(model))
 
 
 def answer(
@@ -61,11 +45,6 @@ def answer(
         questions, out, author, source_of(model, sampling), batch_size, lambda ids: " ".join(map(str, ids)), progress
     )
     return read(out), report, author
-
-
-def read(path: Path) -> list[dict]:
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return sorted(rows, key=lambda row: row["index"])
 
 
 def test_answers_are_what_the_target_writes_alone(tmp_path: Path) -> None:

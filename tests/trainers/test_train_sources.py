@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from hf_specgen import SpecGenError
 from hf_specgen.cli import main as cli
 from hf_specgen.errors import IncompatibleDrafter, reason_of
-from hf_specgen.facts import TargetFacts
+from hf_specgen.models.facts import TargetFacts
 from hf_specgen.trainers import train as program
 from hf_specgen.trainers.base import Filled, public_name
 from hf_specgen.trainers.data import load_data

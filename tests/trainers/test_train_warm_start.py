@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_specgen.drafters.eagle3 import Eagle3Drafter
-from hf_specgen.drafters.features import FeatureDrafter
+from hf_specgen.drafting.features import FeatureDrafter
 from hf_specgen.errors import SpecGenError
-from hf_specgen.taps import Taps
+from hf_specgen.models.taps import Taps
 from hf_specgen.trainers.warm_start import (
     always_covered,
     cover,

@@ -1,4 +1,4 @@
-"""Time what learned drafters cost beside the target: ``python -m hf_specgen.bench.drafting``.
+"""Time what learned drafters cost beside the target: ``python -m hf_specgen.bench.dev.drafting``.
 
 Weights are random and the sizes SmolLM2-135M's, so nothing is accepted and every round drafts anew. What is timed is
 ``propose`` and ``observe``, with the layers and the heads inside them, beside a step of plain ``generate()``. On one
@@ -23,20 +23,20 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from hf_specgen.bench.machine import describe_machine
 from hf_specgen.bench.report import write_atomic
-from hf_specgen.draft import Draft, Round
-from hf_specgen.drafter_config import DrafterConfig
-from hf_specgen.drafters.base import Drafter
+from hf_specgen.checkpoints.config import DrafterConfig
 from hf_specgen.drafters.eagle import EagleDrafter
 from hf_specgen.drafters.eagle3 import Eagle3Drafter
-from hf_specgen.drafters.learned import LearnedDrafter
 from hf_specgen.drafters.medusa import MedusaDrafter
+from hf_specgen.drafting.drafter import Drafter
+from hf_specgen.drafting.learned import LearnedDrafter
 from hf_specgen.errors import SpecGenError
 from hf_specgen.generate import SpeculativeDecoding
-from hf_specgen.sequences import Sequences
+from hf_specgen.measure.machine import describe_machine
+from hf_specgen.round.records import Draft, Round
+from hf_specgen.round.sequences import Sequences
 
-SCHEMA = "hf_specgen.bench.drafting/1"
+SCHEMA = "hf_specgen.bench.dev.drafting/1"
 CLASSES: dict[str, type[LearnedDrafter]] = {"medusa": MedusaDrafter, "eagle": EagleDrafter, "eagle3": Eagle3Drafter}
 LAYERS, HEADS = "layers", "heads"
 # which methods of a drafter are clocked, and as what

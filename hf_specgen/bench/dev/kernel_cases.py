@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_specgen import ops
-from hf_specgen.bench import kernel_bytes as moved
-from hf_specgen.bench.kernel_bytes import Shape
-from hf_specgen.coins import Coins
-from hf_specgen.draft import DenseQ, Draft, Tree
-from hf_specgen.fused import Dense, verify_dense
+from hf_specgen.bench.dev import kernel_bytes as moved
+from hf_specgen.bench.dev.kernel_bytes import Shape
+from hf_specgen.round.coins import Coins
+from hf_specgen.round.records import DenseQ, Draft, Tree
+from hf_specgen.round.verify_dense import Dense, verify_dense
 
 _TOP_K, _TOP_P = 50, 0.95
 _GUESSED = 0.8  # how often a drafted token is the target's likeliest

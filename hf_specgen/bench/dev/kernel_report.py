@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from hf_specgen.bench.compare import ratio_words, short_ratio
 from hf_specgen.bench.plots import COLORS
+from hf_specgen.measure.compare import ratio_words, short_ratio
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SCHEMA = "hf_specgen.bench.kernels/1"
+SCHEMA = "hf_specgen.bench.dev.kernels/1"
 MARKS = ("o", "s", "^", "v", "D", "P", "X", "*")
 
 

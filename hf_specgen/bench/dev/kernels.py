@@ -1,4 +1,4 @@
-"""Time every kernel: ``python -m hf_specgen.bench.kernels``.
+"""Time every kernel: ``python -m hf_specgen.bench.dev.kernels``.
 
 On a GPU the Triton kernels are timed by events, each on data that caches do not hold; on a CPU what a CPU runs:
 ``verify`` on its lazy path, and the cache and attention operations in plain torch. Every operation is compared with a
@@ -25,14 +25,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hf_specgen import ops
-from hf_specgen.bench import kernel_cases, verify_cpu
-from hf_specgen.bench.kernel_bytes import Shape, byte_table
-from hf_specgen.bench.kernel_cases import CHAIN, CHAIN_Q, Case, Inputs
-from hf_specgen.bench.kernel_report import Line, as_json, figure, headline, table
-from hf_specgen.bench.machine import describe_machine
+from hf_specgen.bench.dev import kernel_cases, verify_cpu
+from hf_specgen.bench.dev.kernel_bytes import Shape, byte_table
+from hf_specgen.bench.dev.kernel_cases import CHAIN, CHAIN_Q, Case, Inputs
+from hf_specgen.bench.dev.kernel_report import Line, as_json, figure, headline, table
 from hf_specgen.bench.plots import require_matplotlib
 from hf_specgen.bench.report import write_atomic
 from hf_specgen.errors import SpecGenError
+from hf_specgen.measure.machine import describe_machine
 
 BATCHES, GAMMAS, VOCABS = (1, 8, 64), (3, 7, 15), (32_000, 128_256, 151_936)
 QUICK = ((1, 8), (3,), (32_000,))

@@ -1,4 +1,4 @@
-"""Measure the chunked losses beside the plain ones: ``python -m hf_specgen.bench.losses``.
+"""Measure the chunked losses beside the plain ones: ``python -m hf_specgen.bench.dev.losses``.
 
 Every measurement is a process of its own, so that one's peak of memory is not another's, and all of them are held to
 the same loss and the same gradients.
@@ -23,12 +23,12 @@ from rich.table import Table
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from hf_specgen.bench.machine import describe_machine
 from hf_specgen.bench.report import write_atomic
 from hf_specgen.errors import SpecGenError
+from hf_specgen.measure.machine import describe_machine
 from hf_specgen.trainers.losses import FORMULAS, Objective
 
-SCHEMA = "hf_specgen.bench.losses/1"
+SCHEMA = "hf_specgen.bench.dev.losses/1"
 PLAIN, RECOMPUTED, OURS = "plain", "recomputed chunks", "ours"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CLOSE = {"float32": 1e-3, "bfloat16": 5e-2}  # relative: sums of thousands of rows, in another order
@@ -181,7 +181,7 @@ def measure(cases: Sequence[Case]) -> Iterator[Measured]:
     """
     first: dict[tuple[str, str, bool], Measured] = {}
     for case in cases:
-        command = [sys.executable, "-m", "hf_specgen.bench.losses", "--one", json.dumps(asdict(case))]
+        command = [sys.executable, "-m", "hf_specgen.bench.dev.losses", "--one", json.dumps(asdict(case))]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SpecGenError(f"{case} failed with code {done.returncode}: {done.stderr[-2000:]}")

@@ -1,4 +1,4 @@
-"""Measure whole training steps with the chunked loss and with a plain one: ``python -m hf_specgen.bench.steps``.
+"""Measure whole training steps with the chunked loss and with a plain one: ``python -m hf_specgen.bench.dev.steps``.
 
 A step is the target's pass, the drafter's, loss, backward pass and AdamW. Every measurement is a process of its own.
 """
@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from hf_specgen.bench.drafting import Geometry, make_target
-from hf_specgen.bench.losses import CLOSE, OURS, PLAIN, memory_of, peak_of
+from hf_specgen.bench.dev.drafting import Geometry, make_target
+from hf_specgen.bench.dev.losses import CLOSE, OURS, PLAIN, memory_of, peak_of
 from hf_specgen.errors import SpecGenError
 from hf_specgen.trainers.frozen import FrozenTarget, prepared
 from hf_specgen.trainers.losses import HeadLoss, Objective
@@ -123,7 +123,7 @@ def measure_here(case: Case) -> Measured:
 
 def measure(case: Case) -> Measured:
     """Measure in a new process. Raises: ``SpecGenError`` when it fails."""
-    command = [sys.executable, "-m", "hf_specgen.bench.steps", "--one", json.dumps(asdict(case))]
+    command = [sys.executable, "-m", "hf_specgen.bench.dev.steps", "--one", json.dumps(asdict(case))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SpecGenError(f"{case} failed with code {done.returncode}: {done.stderr[-2000:]}")

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from hf_specgen.draft import DenseQ, Draft, SparseQ, Tree
-from hf_specgen.sequences import Sequences, Stops
-from hf_specgen.target import Scores
-from hf_specgen.verify import verify
-from hf_specgen.warp import Warp
+from hf_specgen.models.target import Scores
+from hf_specgen.round.records import DenseQ, Draft, SparseQ, Tree
+from hf_specgen.round.sequences import Sequences, Stops
+from hf_specgen.round.verify import verify
+from hf_specgen.round.warp import Warp
 
 _LISTED = 32  # how many tokens a sparse q lists
 _ACCEPTED = 0.9  # how often a drafted token is the one that the target is likeliest to want

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_specgen.drafter_config import DrafterConfig
+from hf_specgen.checkpoints.config import DrafterConfig
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError
-from hf_specgen.facts import TargetFacts
+from hf_specgen.models.facts import TargetFacts
 
 PARALLEL = "it drafts all tokens in one pass over mask tokens, and was never fed its own states"
 # Marks in a config or among tensors, longest first: another method's name, and why its layers cannot run as EAGLE-3's.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from hf_specgen.checkpoints.formats.base import Layout, Plan, ReadOptions, Source
+from hf_specgen.checkpoints.formats.eagle3_common import Reading, plan_eagle3
+from hf_specgen.checkpoints.formats.layer_ids import LAYER_OUTPUT, LayerIds
 from hf_specgen.errors import IncompatibleDrafter
-from hf_specgen.formats.base import Layout, Plan, ReadOptions, Source
-from hf_specgen.formats.eagle3_common import Reading, plan_eagle3
-from hf_specgen.formats.layer_ids import LAYER_OUTPUT, LayerIds
 
 SERVED = "Qwen3Eagle3Model"
 NAMES = (SERVED, "Gemma4Eagle3Model")

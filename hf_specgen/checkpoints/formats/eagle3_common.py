@@ -8,12 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_specgen.drafter_config import DrafterConfig
-from hf_specgen.errors import IncompatibleDrafter
-from hf_specgen.formats.base import Checkpoint, Plan, ReadOptions, Source
-from hf_specgen.formats.layer_ids import BOUNDARY, LAYER_OUTPUT, LayerIds, resolve
-from hf_specgen.formats.shapes import DEFAULT_TAKEN
-from hf_specgen.formats.shared import (
+from hf_specgen.checkpoints.config import DrafterConfig
+from hf_specgen.checkpoints.formats.base import Checkpoint, Plan, ReadOptions, Source
+from hf_specgen.checkpoints.formats.layer_ids import BOUNDARY, LAYER_OUTPUT, LayerIds, resolve
+from hf_specgen.checkpoints.formats.shapes import DEFAULT_TAKEN
+from hf_specgen.checkpoints.formats.shared import (
     PROBE,
     floats_only,
     head_lines,
@@ -27,7 +26,8 @@ from hf_specgen.formats.shared import (
     vocabulary_line,
     with_output_biases,
 )
-from hf_specgen.formats.vocabulary import check_map
+from hf_specgen.checkpoints.formats.vocabulary import check_map
+from hf_specgen.errors import IncompatibleDrafter
 
 FIRST = "midlayer."
 OURS = "aux_layer_boundaries"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hf_specgen.formats.base import Plan, ReadOptions, Source
-from hf_specgen.formats.eagle3_common import (
+from hf_specgen.checkpoints.formats.base import Plan, ReadOptions, Source
+from hf_specgen.checkpoints.formats.eagle3_common import (
     FIRST,
     OURS,
     Reading,

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from hf_specgen.drafter_config import DrafterConfig
-from hf_specgen.errors import IncompatibleDrafter
-from hf_specgen.formats.base import Checkpoint, Plan, ReadOptions, Source
-from hf_specgen.formats.shared import (
+from hf_specgen.checkpoints.config import DrafterConfig
+from hf_specgen.checkpoints.formats.base import Checkpoint, Plan, ReadOptions, Source
+from hf_specgen.checkpoints.formats.shared import (
     PROBE,
     floats_only,
     head_lines,
@@ -24,6 +23,7 @@ from hf_specgen.formats.shared import (
     vocabulary_line,
     with_output_biases,
 )
+from hf_specgen.errors import IncompatibleDrafter
 
 HEAD = "lm_head.weight"
 # An EAGLE-1 layer has neither; converters for an old vLLM wrote ones in their place.

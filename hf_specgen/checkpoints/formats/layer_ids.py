@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hf_specgen.checkpoints.formats.found import Found
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError
-from hf_specgen.formats.found import Found
 
 BOUNDARY, LAYER_OUTPUT = "boundary", "layer_output"
 CONVENTIONS = (BOUNDARY, LAYER_OUTPUT)

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from hf_specgen.drafter_config import DrafterConfig
+from hf_specgen.checkpoints.config import DrafterConfig
+from hf_specgen.checkpoints.formats.base import Source
 from hf_specgen.errors import IncompatibleDrafter
-from hf_specgen.formats.base import Source
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 _NAMES = {

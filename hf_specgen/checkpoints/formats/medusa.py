@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from hf_specgen.drafter_config import DrafterConfig
+from hf_specgen.checkpoints.config import DrafterConfig
+from hf_specgen.checkpoints.formats.base import Checkpoint, Layout, Plan, ReadOptions, Source
+from hf_specgen.checkpoints.formats.lent import HEAD
+from hf_specgen.checkpoints.formats.medusa_common import KEY, Heads, kept_settings, plan_heads, served_settings
+from hf_specgen.checkpoints.formats.shared import store
 from hf_specgen.errors import IncompatibleDrafter
-from hf_specgen.formats.base import Checkpoint, Layout, Plan, ReadOptions, Source
-from hf_specgen.formats.lent import HEAD
-from hf_specgen.formats.medusa_common import KEY, Heads, kept_settings, plan_heads, served_settings
-from hf_specgen.formats.shared import store
 
 
 class MedusaHeads(Layout):

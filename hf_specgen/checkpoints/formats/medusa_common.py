@@ -9,9 +9,9 @@ from typing import Any
 
 import transformers
 
-from hf_specgen.drafter_config import DrafterConfig
-from hf_specgen.formats.base import Checkpoint, Plan, ReadOptions, Source
-from hf_specgen.formats.shared import floats_only, match, refuse_unreadable
+from hf_specgen.checkpoints.config import DrafterConfig
+from hf_specgen.checkpoints.formats.base import Checkpoint, Plan, ReadOptions, Source
+from hf_specgen.checkpoints.formats.shared import floats_only, match, refuse_unreadable
 
 KEY = "hf_specgen"
 """Where the settings of ours stand in a config that others read."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hf_specgen.checkpoints.formats.base import Checkpoint, Layout, Plan, ReadOptions, Source
+from hf_specgen.checkpoints.formats.medusa_common import Heads, plan_heads
 from hf_specgen.errors import IncompatibleDrafter
-from hf_specgen.facts import fingerprint_of
-from hf_specgen.formats.base import Checkpoint, Layout, Plan, ReadOptions, Source
-from hf_specgen.formats.medusa_common import Heads, plan_heads
+from hf_specgen.models.facts import fingerprint_of
 
 _PREFIX = "medusa_head."
 _BACKBONE = ("model.", "lm_head.")

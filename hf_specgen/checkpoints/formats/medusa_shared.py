@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hf_specgen.formats.base import Layout, Plan, ReadOptions, Source
-from hf_specgen.formats.medusa_common import Heads, plan_heads
+from hf_specgen.checkpoints.formats.base import Layout, Plan, ReadOptions, Source
+from hf_specgen.checkpoints.formats.medusa_common import Heads, plan_heads
 
 
 class SharedHeads(Layout):

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_specgen.drafter_config import DrafterConfig
+from hf_specgen.checkpoints.config import DrafterConfig
+from hf_specgen.checkpoints.formats.base import Checkpoint, Layout, Plan, ReadOptions, Source, check_names
+from hf_specgen.checkpoints.formats.lent import HEAD
+from hf_specgen.checkpoints.formats.medusa_common import KEY, Heads, kept_settings, served_settings, settings_kept
+from hf_specgen.checkpoints.formats.shared import floats_only, match, refuse_unreadable, short_names, store
 from hf_specgen.errors import IncompatibleDrafter
-from hf_specgen.formats.base import Checkpoint, Layout, Plan, ReadOptions, Source, check_names
-from hf_specgen.formats.lent import HEAD
-from hf_specgen.formats.medusa_common import KEY, Heads, kept_settings, served_settings, settings_kept
-from hf_specgen.formats.shared import floats_only, match, refuse_unreadable, short_names, store
 
 _PREFIX = "medusa_heads."
 _BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hf_specgen.formats.base import Layout, Plan, ReadOptions, Source
-from hf_specgen.formats.eagle3_common import first_layer_is, is_eagle3
-from hf_specgen.formats.eagle3_plain import plan_plain
+from hf_specgen.checkpoints.formats.base import Layout, Plan, ReadOptions, Source
+from hf_specgen.checkpoints.formats.eagle3_common import first_layer_is, is_eagle3
+from hf_specgen.checkpoints.formats.eagle3_plain import plan_plain
 
 
 class ModelOptEagle3(Layout):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from hf_specgen.checkpoints.formats.base import Layout, Plan, ReadOptions, Source
+from hf_specgen.checkpoints.formats.eagle_common import plan_eagle
+from hf_specgen.checkpoints.formats.shared import short_names
 from hf_specgen.errors import IncompatibleDrafter
-from hf_specgen.formats.base import Layout, Plan, ReadOptions, Source
-from hf_specgen.formats.eagle_common import plan_eagle
-from hf_specgen.formats.shared import short_names
 
 
 class OldVllmEagle(Layout):

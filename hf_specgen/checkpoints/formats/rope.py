@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hf_specgen.drafter_config import OTHER_ROTARY, PART
+from hf_specgen.checkpoints.config import OTHER_ROTARY, PART
+from hf_specgen.checkpoints.formats.base import Source
+from hf_specgen.checkpoints.formats.found import Found
 from hf_specgen.errors import IncompatibleDrafter
-from hf_specgen.formats.base import Source
-from hf_specgen.formats.found import Found
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 DEFAULT_BASE = 10000.0

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hf_specgen.checkpoints.formats.base import Checkpoint, Layout, Plan, ReadOptions, Source
+from hf_specgen.checkpoints.formats.eagle3_common import is_eagle3
+from hf_specgen.checkpoints.formats.eagle_common import plan_eagle
+from hf_specgen.checkpoints.formats.shared import layer_settings, short_names, store
+from hf_specgen.checkpoints.formats.vllm_serves import dropped_by_vllm, warn_of_vllm
 from hf_specgen.errors import IncompatibleDrafter
-from hf_specgen.formats.base import Checkpoint, Layout, Plan, ReadOptions, Source
-from hf_specgen.formats.eagle3_common import is_eagle3
-from hf_specgen.formats.eagle_common import plan_eagle
-from hf_specgen.formats.shared import layer_settings, short_names, store
-from hf_specgen.formats.vllm_serves import dropped_by_vllm, warn_of_vllm
 
 
 class SafeAILabEagle(Layout):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from hf_specgen.formats.base import Layout, Plan, ReadOptions, Source
-from hf_specgen.formats.eagle3_common import (
+from hf_specgen.checkpoints.formats.base import Layout, Plan, ReadOptions, Source
+from hf_specgen.checkpoints.formats.eagle3_common import (
     FIRST,
     Reading,
     first_layer_is,
     is_eagle3,
     plan_eagle3,
 )
-from hf_specgen.formats.layer_ids import LayerIds
+from hf_specgen.checkpoints.formats.layer_ids import LayerIds
 
 
 class SafeAILabEagle3(Layout):

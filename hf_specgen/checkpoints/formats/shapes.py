@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_specgen.drafter_config import DrafterConfig
+from hf_specgen.checkpoints.config import DrafterConfig
 from hf_specgen.errors import IncompatibleDrafter
 
 # EAGLE-3 without layer ids reads three layers of the target, by the published rule.

@@ -13,12 +13,12 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hf_specgen.drafter_config import PART, DrafterConfig
+from hf_specgen.checkpoints.config import PART, DrafterConfig
+from hf_specgen.checkpoints.formats.base import Checkpoint, ReadOptions, Source, check_names
+from hf_specgen.checkpoints.formats.found import Found
+from hf_specgen.checkpoints.formats.rope import DEFAULT_BASE, rope_of
+from hf_specgen.checkpoints.formats.shapes import state_shapes
 from hf_specgen.errors import IncompatibleDrafter
-from hf_specgen.formats.base import Checkpoint, ReadOptions, Source, check_names
-from hf_specgen.formats.found import Found
-from hf_specgen.formats.rope import DEFAULT_BASE, rope_of
-from hf_specgen.formats.shapes import state_shapes
 
 QUANTISED = (
     "weight_scale",

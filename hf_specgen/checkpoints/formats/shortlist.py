@@ -12,10 +12,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hf_specgen.drafter_config import DrafterConfig
+from hf_specgen.checkpoints.config import DrafterConfig
+from hf_specgen.checkpoints.formats.base import Checkpoint
+from hf_specgen.checkpoints.formats.shared import vocabulary_line
 from hf_specgen.errors import SpecGenError
-from hf_specgen.formats.base import Checkpoint
-from hf_specgen.formats.shared import vocabulary_line
 
 
 def shortened(found: Checkpoint, ids: Tensor) -> Checkpoint:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import warnings as python_warnings
 from pathlib import Path
 
-from hf_specgen.drafter_config import DrafterConfig
+from hf_specgen.checkpoints.config import DrafterConfig
+from hf_specgen.checkpoints.formats.base import Checkpoint, Layout, Plan, ReadOptions, Source
+from hf_specgen.checkpoints.formats.eagle3_common import FIRST, IDS, OURS, first_layer_is, is_eagle3, served_flags
+from hf_specgen.checkpoints.formats.eagle3_plain import plan_plain
+from hf_specgen.checkpoints.formats.shared import layer_settings, store
 from hf_specgen.errors import IncompatibleDrafter
-from hf_specgen.formats.base import Checkpoint, Layout, Plan, ReadOptions, Source
-from hf_specgen.formats.eagle3_common import FIRST, IDS, OURS, first_layer_is, is_eagle3, served_flags
-from hf_specgen.formats.eagle3_plain import plan_plain
-from hf_specgen.formats.shared import layer_settings, store
 
 SIGNS = ("eagle_config", IDS, OURS, "target_model_type", "norm_before_fc", "fc_norm", "norm_output")
 

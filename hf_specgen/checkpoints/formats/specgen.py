@@ -7,13 +7,12 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from hf_specgen.drafter_config import LAYER_TYPES, METHODS, DrafterConfig
-from hf_specgen.errors import IncompatibleDrafter
-from hf_specgen.formats.base import Checkpoint, Layout, Plan, ReadOptions, Source
-from hf_specgen.formats.eagle3_common import norm_line, served_flags
-from hf_specgen.formats.rope import rope_of
-from hf_specgen.formats.shapes import state_shapes
-from hf_specgen.formats.shared import (
+from hf_specgen.checkpoints.config import LAYER_TYPES, METHODS, DrafterConfig
+from hf_specgen.checkpoints.formats.base import Checkpoint, Layout, Plan, ReadOptions, Source
+from hf_specgen.checkpoints.formats.eagle3_common import norm_line, served_flags
+from hf_specgen.checkpoints.formats.rope import rope_of
+from hf_specgen.checkpoints.formats.shapes import state_shapes
+from hf_specgen.checkpoints.formats.shared import (
     floats_only,
     head_lines,
     layer_settings,
@@ -22,8 +21,9 @@ from hf_specgen.formats.shared import (
     vocabulary_line,
     window_of,
 )
-from hf_specgen.formats.vllm_serves import dropped_by_vllm, warn_of_vllm
-from hf_specgen.formats.vocabulary import check_map
+from hf_specgen.checkpoints.formats.vllm_serves import dropped_by_vllm, warn_of_vllm
+from hf_specgen.checkpoints.formats.vocabulary import check_map
+from hf_specgen.errors import IncompatibleDrafter
 
 VERSION = 1
 KEY = "specgen"

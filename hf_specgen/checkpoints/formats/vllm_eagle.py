@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from hf_specgen.checkpoints.formats.base import Layout, Plan, ReadOptions, Source
+from hf_specgen.checkpoints.formats.eagle_common import plan_eagle
+from hf_specgen.checkpoints.formats.shared import short_names
+from hf_specgen.checkpoints.formats.vllm_eagle3 import nested_settings
 from hf_specgen.errors import IncompatibleDrafter
-from hf_specgen.formats.base import Layout, Plan, ReadOptions, Source
-from hf_specgen.formats.eagle_common import plan_eagle
-from hf_specgen.formats.shared import short_names
-from hf_specgen.formats.vllm_eagle3 import nested_settings
 
 RENAMED = {"fusion_fc.": "fc.", "transformer.": "layers.0."}
 NORMS = ("embedding_layernorm.weight", "pre_lm_head_layernorm.weight")

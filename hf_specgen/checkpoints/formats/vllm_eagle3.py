@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_specgen.drafter_config import DrafterConfig
+from hf_specgen.checkpoints.config import DrafterConfig
+from hf_specgen.checkpoints.formats.base import Checkpoint, Layout, Plan, ReadOptions, Source
+from hf_specgen.checkpoints.formats.eagle3_common import IDS, OURS, Reading, numbered, plan_eagle3
+from hf_specgen.checkpoints.formats.layer_ids import LayerIds
+from hf_specgen.checkpoints.formats.lent import EMBEDDING
+from hf_specgen.checkpoints.formats.shapes import DEFAULT_TAKEN
+from hf_specgen.checkpoints.formats.shared import layer_settings, store
+from hf_specgen.checkpoints.formats.vllm_serves import dropped_by_vllm
 from hf_specgen.errors import IncompatibleDrafter
-from hf_specgen.formats.base import Checkpoint, Layout, Plan, ReadOptions, Source
-from hf_specgen.formats.eagle3_common import IDS, OURS, Reading, numbered, plan_eagle3
-from hf_specgen.formats.layer_ids import LayerIds
-from hf_specgen.formats.lent import EMBEDDING
-from hf_specgen.formats.shapes import DEFAULT_TAKEN
-from hf_specgen.formats.shared import layer_settings, store
-from hf_specgen.formats.vllm_serves import dropped_by_vllm
 
 ALGORITHM = "eagle3"
 DRAFTED = 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from hf_specgen.drafter_config import DrafterConfig
+from hf_specgen.checkpoints.config import DrafterConfig
 
 
 def dropped_by_vllm(config: DrafterConfig) -> tuple[str, ...]:

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from hf_specgen.checkpoints.formats.base import Checkpoint
+from hf_specgen.checkpoints.formats.shared import PROBE
 from hf_specgen.errors import IncompatibleDrafter
-from hf_specgen.formats.base import Checkpoint
-from hf_specgen.formats.shared import PROBE
 
 # The largest integer below which every integer has a value of its own in the dtype.
 EXACT = {torch.float16: 2**11, torch.bfloat16: 2**8, torch.float32: 2**24, torch.float64: 2**53}

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_specgen.bench import verify_cpu
-from hf_specgen.verify import verify
+from hf_specgen.bench.dev import verify_cpu
+from hf_specgen.round.verify import verify
 
 VOCAB = 1000
 CASES = {case.name: case for case in verify_cpu.CASES}
