@@ -114,7 +114,7 @@ def read_training(folder: str | Path) -> Mapping[str, Any] | None:
 
 def card_folder() -> Path:
     """Return where the templates are: inside the package when installed, beside it in the source tree."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     inside = package / "model_cards"
     return inside if inside.is_dir() else package.parent / "model_cards"
 

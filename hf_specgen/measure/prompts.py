@@ -45,7 +45,7 @@ class Prompt:
 
 def own_prompts() -> list[Prompt]:
     """Return the project's own 56 prompts: eight in each of seven categories."""
-    source = resources.files("hf_specgen.bench") / "data" / "prompts.jsonl"
+    source = resources.files("hf_specgen.measure") / "data" / "prompts.jsonl"
     return _parse_jsonl(source.read_text(encoding="utf-8"), "prompts.jsonl")
 
 

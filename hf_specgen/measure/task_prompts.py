@@ -20,7 +20,7 @@ def task_prompts(count: int, seed: int = 0) -> list[Prompt]:
 
     A category that has nothing new to say drops out. Raises: ``SpecGenError`` when all have.
     """
-    source = resources.files("hf_specgen.bench") / "data" / "tasks.json"
+    source = resources.files("hf_specgen.measure") / "data" / "tasks.json"
     data = json.loads(source.read_text(encoding="utf-8"))
     forms: dict[str, list[str]] = data["forms"]
     chance, categories = random.Random(seed), sorted(forms)
