@@ -358,18 +358,7 @@ def _row_draw(
 
 
 @_row_draw.register_fake
-def _(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    coin: Tensor,
-    maxima: Tensor,
-    sums: Tensor,
-    best: Tensor,
-    strip_maxima: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(logits: Tensor, *settings: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return _empty_draw(logits)
 
 
@@ -379,21 +368,10 @@ def _empty_draw(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return token, law, torch.empty_like(token, dtype=torch.bool)
 
 
-def row_draw(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    coin: Tensor,
-    maxima: Tensor,
-    sums: Tensor,
-    best: Tensor,
-    strip_maxima: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+def row_draw(logits: Tensor, *settings: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Draw one token from every row, see ``reference_rows.row_draw``, which float64 logits are handed to."""
     run = reference_rows.row_draw if logits.dtype == torch.float64 else _row_draw
-    return run(logits, temperature, top_k, top_p, min_p, coin, maxima, sums, best, strip_maxima)
+    return run(logits, *settings)
 
 
 def variants() -> list[Variant]:

@@ -327,20 +327,8 @@ def reject_tree(  # noqa: PLR0913 - one launch decides everything
 
 
 @reject_tree.register_fake
-def _(  # noqa: PLR0913 - the operation's own arguments
-    logits: Tensor,
-    temperature: Tensor,
-    law: Tensor,
-    drawn: Tensor,
-    invalid: Tensor,
-    tokens: Tensor,
-    parents: Tensor,
-    n_valid: Tensor,
-    q_ids: Tensor | None,
-    q: Tensor,
-    accept: Tensor,
-    sample: Tensor,
-    without_replacement: bool,
+def _(
+    logits: Tensor, temperature: Tensor, law: Tensor, drawn: Tensor, invalid: Tensor, tokens: Tensor, *others: object
 ) -> Walks:
     return empty_walks(tokens)
 
