@@ -20,7 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen.calls.outputs import OutputLog
 from hf_specgen.calls.requests import Options, check_request, pad_token, prepare
-from hf_specgen.drafting.drafter import Drafter
+from hf_specgen.drafting.drafter import Call, Drafter, Session, TargetView
 from hf_specgen.models.selfcheck import check_target
 from hf_specgen.models.target import Target
 from hf_specgen.models.wrappers import bare
@@ -39,12 +39,20 @@ _LAST: WeakKeyDictionary[PreTrainedModel, AcceptanceStats] = WeakKeyDictionary()
 class NoDrafter(Drafter):
     """Propose nothing: every round is one plain step on the loop's own coins."""
 
-    def begin(self, sequences: Sequences) -> None:
-        """Need nothing."""
+    def begin(self, call: Call) -> Session:
+        """Return a session that proposes nothing."""
+        return Silence(call)
 
-    def propose(self, sequences: Sequences) -> Draft:
+
+class Silence(Session):
+    """Propose nothing."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+
+    def propose(self, room: list[int]) -> Draft:
         """Return the empty draft."""
-        return Draft.empty(len(sequences), sequences.prompt.device)
+        return Draft.empty(self._call.rows, self._call.device)
 
 
 class SpeculativeDecoding:
@@ -111,17 +119,14 @@ class SpeculativeDecoding:
         log = OutputLog(generation_config, len(sequences))
         sequences.score_log = log.scores
         check_lossy(sequences.rule, self.drafter.draws and not sequences.greedy, warp.takes_any_text)
-        drafter = self.drafter.for_call(model)
-        target = Target(
-            model, sequences, drafter.hidden_layers, log.hidden is not None, generation_config.prefill_chunk_size
-        )
-        stats = self._run(drafter, target, sequences, log)
+        target = Target(model, sequences, log.hidden is not None, generation_config.prefill_chunk_size)
+        stats = self._run(target, sequences, log)
         if self.streamer is not None:
             self.streamer.end()
         _LAST[model] = stats
         return log.result(sequences, pad, stats)
 
-    def _run(self, drafter: Drafter, target: Target, sequences: Sequences, log: OutputLog) -> AcceptanceStats:
+    def _run(self, target: Target, sequences: Sequences, log: OutputLog) -> AcceptanceStats:
         """Run the rounds: propose, score, verify, commit, until every row is finished."""
         stats = AcceptanceStats(
             self.drafter.title,
@@ -130,7 +135,8 @@ class SpeculativeDecoding:
             [RowStats() for _ in sequences.tokens],
         )
         clock = _Clock()
-        drafter.begin(sequences)
+        session = self.drafter.begin(Call(sequences, TargetView(target.cached.model, target.cached.cache)))
+        target.tap(session.reads.hidden)
         stats.draft_seconds += clock.lap()
         if self.streamer is not None:  # after the last refusal: nothing is streamed of a call that is refused
             self.streamer.put(sequences.prompt.cpu())
@@ -141,9 +147,9 @@ class SpeculativeDecoding:
         sequences.append(round)
         stats.prefill_seconds = clock.lap()
         before = target.cached.seconds
-        drafter.observe(round)
+        session.observe(round)
         while not sequences.done:
-            draft = drafter.propose(sequences)
+            draft = session.propose(sequences.room)
             stats.draft_seconds += clock.lap()
             scores = target.score(draft)
             verdict = verify(scores, scores.draft, scores.coins(), sequences.rule)
@@ -152,7 +158,7 @@ class SpeculativeDecoding:
             log.add(round, scores, sequences.active)
             stats.add(round, sequences.append(round))
             stats.other_seconds += clock.lap()
-            drafter.observe(round)
+            session.observe(round)
         stats.forward_seconds = target.cached.seconds - before
         for row, count in zip(stats.rows, sequences.new, strict=True):
             row.num_tokens = count

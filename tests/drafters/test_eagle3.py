@@ -136,8 +136,8 @@ def test_the_law_that_is_handed_over_is_the_processed_one(shape: str, reduced: b
     kept = []
 
     class Keep(Watch):
-        def propose(self, sequences):
-            draft = super().propose(sequences)
+        def on_propose(self, sequences):
+            draft = super().on_propose(sequences)
             kept.append(([list(row) for row in sequences.tokens], draft))
             return draft
 
@@ -174,8 +174,8 @@ def processed(model, text: torch.Tensor, logits: torch.Tensor, **settings) -> to
 class RawLaw(Watch):
     """Hand over another law than the one that was drawn from."""
 
-    def propose(self, sequences) -> Draft:
-        draft = super().propose(sequences)
+    def on_propose(self, sequences) -> Draft:
+        draft = super().on_propose(sequences)
         return replace(draft, q=DenseQ(draft.q.logits * 0.3)) if isinstance(draft.q, DenseQ) else draft
 
 

@@ -45,21 +45,21 @@ class Follow(Watch):
         super().__init__(inner)
         self.model = model
 
-    def begin(self, sequences) -> None:
-        super().begin(sequences)
+    def on_begin(self, sequences) -> None:
+        super().on_begin(sequences)
         self.sequences, self.made, self.compared = sequences, [], 0
 
-    def propose(self, sequences):
-        made = [list(tokens) for tokens in sequences.tokens], list(sequences.room), super().propose(sequences)
+    def on_propose(self, sequences):
+        made = [list(tokens) for tokens in sequences.tokens], list(self.room), super().on_propose(sequences)
         self.made.append(made)
         return made[-1]
 
-    def observe(self, round: Round) -> None:
-        super().observe(round)
+    def on_observe(self, round: Round) -> None:
+        super().on_observe(round)
         for row, tokens in enumerate(self.sequences.tokens):
             if self.model is not None and not self.sequences.finished[row]:
                 due = final_states(self.model, tokens[:-1])[-1]
-                torch.testing.assert_close(self.inner._session._states[row], due, atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(self.session.model.states[row], due, atol=1e-4, rtol=1e-4)
                 self.compared += 1
 
 

@@ -28,7 +28,7 @@ from hf_specgen import (
 )
 from hf_specgen.drafters import with_lookup
 from hf_specgen.drafters.prompt_lookup import Found
-from hf_specgen.drafting.drafter import DraftLength, Pace
+from hf_specgen.drafting.lengths import DraftLength, Pace
 from hf_specgen.round.costs import Rate
 
 CHAIN = {"tree": "chain"}
@@ -171,7 +171,7 @@ def test_a_lookup_that_is_always_wrong_costs_the_other_nothing(method: str, shap
     expected = plain(target.model, ids, max_new_tokens=60)
     watch = Kept(WithLookup(oracle_of(method, target, **shape), Never(costs=CHEAP)))
     assert torch.equal(ours(target.model, watch, ids, max_new_tokens=60), expected)
-    (group,) = watch.inner._groups
+    (group,) = watch.session._groups
     assert watch.row_rounds(True) >= 1, "it was tried"
     assert watch.row_rounds(True) <= 4 * 4, "and given up"
     assert missed(watch, copied=False) == 0
@@ -189,10 +189,10 @@ def test_a_drafter_that_is_always_wrong_costs_the_lookup_nothing() -> None:
     watch = Kept(WithLookup(SmallModel(tiny(9, layers=1), costs=CHEAP), lookup))
     assert torch.equal(ours(model, watch, ids, mask, max_new_tokens=60), expected)
     assert watch.row_rounds(True) > watch.row_rounds(False) and missed(watch, copied=True) <= 8
-    (group,) = watch.inner._groups
+    (group,) = watch.session._groups
     assert watch.inner.lookup._rates[0][2].rates[0] > 0.7
     assert group.rate.rates[0] <= 0.6, "no copy taught it"
-    assert watch.inner.drafter._pace.rate.rates[0] <= 0.6
+    assert watch.session.other.settings._pace.rate.rates[0] <= 0.6
 
 
 def test_where_every_row_copies_the_other_does_not_run() -> None:
@@ -211,7 +211,7 @@ def test_where_every_row_copies_the_other_does_not_run() -> None:
 
 def test_a_resting_drafter_leaves_its_rows_to_the_lookup() -> None:
     class Silent(Watch):
-        def propose(self, sequences) -> Draft:
+        def on_propose(self, sequences) -> Draft:
             return Draft.empty(len(sequences), sequences.prompt.device)
 
     model, (ids, mask) = tiny(), prompts(RAGGED)
@@ -230,8 +230,8 @@ def test_what_is_not_used_is_tried_again() -> None:
     target = oracle_target("successor")
 
     class Late(Watch):
-        def propose(self, sequences) -> Draft:
-            draft = super().propose(sequences)
+        def on_propose(self, sequences) -> Draft:
+            draft = super().on_propose(sequences)
             wrong = sequences.lengths[0] < 40
             return Draft((draft.tokens + 1) % 20, draft.tree, draft.n_valid) if wrong and draft.width else draft
 
@@ -342,7 +342,6 @@ def test_an_interrupted_call_leaves_nothing_behind() -> None:
         ours(model, drafter, ids, mask, on_tokens=stop)
     for part, names in zip((drafter, drafter.drafter, drafter.lookup), before, strict=True):
         assert set(vars(part)) == set(names) and all(vars(part)[name] is value for name, value in names.items())
-    assert drafter.drafter._session is None
     inner: list[torch.Tensor] = []
 
     def again(row: int, tokens: list[int]) -> None:

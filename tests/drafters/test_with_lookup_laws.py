@@ -115,14 +115,15 @@ def test_under_processors_and_a_reduced_vocabulary(eight) -> None:
     assert p_value(draws, law, 8) > ENOUGH
 
 
-class Misreported(WithLookup):
+class Misreported(Kept):
     """Say of copied tokens that they were drawn from a flat law."""
 
-    def propose(self, sequences) -> Draft:
-        draft = super().propose(sequences)
-        if draft.q is None or not any(self._copied):
+    def on_propose(self, sequences) -> Draft:
+        draft = super().on_propose(sequences)
+        copied = self.session._copied
+        if draft.q is None or not any(copied):
             return draft
-        rows = torch.tensor(self._copied)
+        rows = torch.tensor(copied)
         if isinstance(draft.q, SparseQ):
             flat = torch.zeros(*draft.tokens.shape, sequences.vocab_size).double()
             return replace(draft, q=DenseQ(flat))
@@ -132,7 +133,7 @@ class Misreported(WithLookup):
 @pytest.mark.parametrize(("shape", "rule"), [("static", "rejection"), ("chain", "block")])
 def test_a_wrong_law_of_copies_is_noticed(shape: str, rule: str, four) -> None:
     law = enumerate_law(four, prompt(4), 3, do_sample=True, top_k=0)
-    watch = Kept(Misreported(inner_of("eagle", four, shape), PromptLookup(costs=CHEAP)))
+    watch = Misreported(WithLookup(inner_of("eagle", four, shape), PromptLookup(costs=CHEAP)))
     draws = draw(four, watch, 600, rule, tokens=3)
     assert watch.mixed >= 2
     assert p_value(draws, law, 4) < ENOUGH

@@ -14,8 +14,6 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration
 
 from hf_specgen import Costs, PromptLookup, SmallModel
 from hf_specgen.checkpoints.config import DrafterConfig
-from hf_specgen.drafters import medusa
-from hf_specgen.drafting import features
 from hf_specgen.loading import drafter_class
 from hf_specgen.models.facts import LAYER_OVERHEAD, PASS_OVERHEAD, step_size
 from hf_specgen.round.costs import Rate
@@ -262,6 +260,6 @@ def test_the_cost_of_a_drafted_token_is_what_was_measured(method: str, settings:
     with torch.device("meta"):
         drafter = drafter_class(method)(config)
     rows = head if "draft_vocab_size" not in settings else 12_288 * 576
-    drafter._parts = SimpleNamespace(head_size=rows)
-    share = medusa._cost if method == "medusa" else features._share
-    assert share(drafter, SimpleNamespace(target_size=target)) == pytest.approx(measured, rel=0.2)
+    parts = SimpleNamespace(head_size=rows)
+    call = SimpleNamespace(sequences=SimpleNamespace(target_size=target), device=torch.device("cpu"))
+    assert drafter.habits(call, parts).level_cost == pytest.approx(measured, rel=0.2)

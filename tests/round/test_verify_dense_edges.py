@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from row_cases import kept_by
-from tiny import RandomTree, Watch, plain, prompts, texts_of, tiny
+from tiny import Handmade, RandomTree, Watch, plain, prompts, texts_of, tiny
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from hf_specgen import Draft, Drafter, SmallModel, SpeculativeDecoding, ops
+from hf_specgen import Draft, SmallModel, SpeculativeDecoding, ops
 from hf_specgen.kernels import reference_rows
 from hf_specgen.models.cached_model import CachedModel
 from hf_specgen.models.slot_cache import SlotCache
@@ -23,17 +23,17 @@ LENGTHS = [5, 7]
 ALLOWED = {(): [3, 4], (3,): [5], (4,): [6], (3, 5): [7], (4, 6): [8], (3, 5, 7): [9], (4, 6, 8): [10]}
 
 
-class Fixed(Drafter):
+class Fixed(Handmade):
     """Propose the same tokens in every round."""
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
 
-    def begin(self, sequences) -> None:
+    def on_begin(self, sequences) -> None:
         """Need nothing."""
 
-    def propose(self, sequences) -> Draft:
-        return Draft.from_lists([self.tokens[:room] for room in sequences.room], sequences.prompt.device)
+    def on_propose(self, sequences) -> Draft:
+        return Draft.from_lists([self.tokens[:room] for room in self.room], sequences.prompt.device)
 
 
 @pytest.fixture(scope="module")
