@@ -201,8 +201,7 @@ def _plan(
 
     def gain(tokens: list[float], width: int, drafts: bool) -> float:
         more = sum(value * count for value, count in zip(worth, tokens, strict=True))
-        spent = costs.draft * group.depth if drafts else 0.0
-        return (rows + more) / (costs.forward(rows, width) / costs.forward(rows, 0) + spent)
+        return costs.gain(more, rows, width, costs.draft * group.depth if drafts else 0.0)
 
     best = [(0, space > 0) for space in room]
     if not widths:

@@ -76,14 +76,7 @@ class Growth:
         The probability of a path is taken for the chance that the target accepts it; what drafting cost is spent.
         """
         chances = self._within(room).exp().sort(-1, descending=True).values.double()
-        worth = torch.tensor(costs.worth(remaining), dtype=torch.float64, device=chances.device)
-        gained = (worth @ chances).cumsum(0).tolist()
-        rows = max(1, sum(left > 0 for left in remaining))
-        spent, plain = costs.draft * self.levels, costs.forward(rows, 0)
-        gains = [
-            (rows + more) / (costs.forward(rows, width) / plain + spent) for width, more in enumerate([0.0, *gained])
-        ]
-        return gains.index(max(gains))
+        return costs.choose(chances.tolist(), remaining, spent=costs.draft * self.levels)
 
     def _depth(self, device: torch.device) -> Tensor:
         """Return the depth of every node seen, ``(C)``."""

@@ -74,7 +74,9 @@ class DraftLength:
         """
         if self.schedule != "adaptive":
             return list(available)
-        return self.costs.best_lengths([rate.rates for rate in rates], available, remaining)
+        survival = [rate.survival(count) for rate, count in zip(rates, available, strict=True)]
+        width = self.costs.choose(survival, remaining)
+        return [min(width, count) for count in available]
 
     def observe(self, round: Round) -> None:
         """Adapt the heuristic length of rows that drafted."""

@@ -27,7 +27,7 @@ from hf_specgen import (
     stock_candidates,
 )
 from hf_specgen.drafters import with_lookup
-from hf_specgen.drafters.prompt_lookup import Found
+from hf_specgen.drafting.copier import Continuations
 from hf_specgen.drafting.lengths import DraftLength, Pace
 from hf_specgen.round.costs import Rate
 
@@ -137,10 +137,10 @@ def test_medusa_reads_the_newest_state() -> None:
 class Never(PromptLookup):
     """Find something in every row and round, and always the wrong thing."""
 
-    def _search(self, row: int, bound: int) -> Found:
+    def _search(self, row: int, bound: int) -> Continuations:
         found = super()._search(row, bound)
         newest = self._rows[row].tokens[-1]  # no target below repeats a token
-        return Found(self._rates[row][2], [[newest] * bound]) if bound else found
+        return Continuations(self._rates[row][2], [[newest] * bound]) if bound else found
 
 
 def oracle_of(method: str, target, **settings: object):

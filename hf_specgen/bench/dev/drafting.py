@@ -137,6 +137,7 @@ class Clocked(Drafter):
 
     @contextmanager
     def clocks(self, parts: dict[str, float]) -> Iterator[None]:
+        """Time the drafter's layers and heads inside the block."""
         names = CLOCKED["medusa" if self.inner.method == "medusa" else "eagle"]
         methods, own = vars(type(self.inner)), self.inner.__dict__
         try:
