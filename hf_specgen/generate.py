@@ -119,7 +119,8 @@ class SpeculativeDecoding:
         log = OutputLog(generation_config, len(sequences))
         sequences.score_log = log.scores
         check_lossy(sequences.rule, self.drafter.draws and not sequences.greedy, warp.takes_any_text)
-        target = Target(model, sequences, log.hidden is not None, generation_config.prefill_chunk_size)
+        hidden_layers = self.drafter.reads(model).hidden
+        target = Target(model, sequences, hidden_layers, log.hidden is not None, generation_config.prefill_chunk_size)
         stats = self._run(target, sequences, log)
         if self.streamer is not None:
             self.streamer.end()
@@ -136,7 +137,6 @@ class SpeculativeDecoding:
         )
         clock = _Clock()
         session = self.drafter.begin(Call(sequences, TargetView(target.cached.model, target.cached.cache)))
-        target.tap(session.reads.hidden)
         stats.draft_seconds += clock.lap()
         if self.streamer is not None:  # after the last refusal: nothing is streamed of a call that is refused
             self.streamer.put(sequences.prompt.cpu())

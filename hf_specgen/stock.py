@@ -53,6 +53,8 @@ class StockCandidates(CandidateGenerator):
                 f"{len(input_ids)} rows were given to transformers' assisted decoding: one row is required. Use "
                 "custom_generate=SpeculativeDecoding(drafter) for batches."
             )
+        self.taps = Taps(model)
+        self.shown: dict[int, Tensor] = {}
         self.stats = AcceptanceStats(drafter.title, "stock", rows=[RowStats()])
         vocab_size = logits_width(model)
         warp = Warp(processors, 1, may_keep_state=False)  # stock asks the same objects about every draft
@@ -75,8 +77,6 @@ class StockCandidates(CandidateGenerator):
             target_size=step_size(model),
         )
         self.session = drafter.begin(Call(self._sequences, TargetView(model)))
-        self.taps = Taps(model, self.session.reads.hidden)
-        self.shown: dict[int, Tensor] = {}
         ends = config.eos_token_id
         self._ends = frozenset([ends] if isinstance(ends, int) else ends or ())
         self._draft: Draft | None = None
@@ -143,9 +143,10 @@ def stock_candidates(model: nn.Module, drafter: Drafter) -> Iterator[list[StockC
     Raises: ``IncompatibleDrafter`` and ``UnsupportedTarget`` where the drafter does not fit the model.
     """
     target, outer = bare(model), writer(model)
+    taps = Taps(target, drafter.reads(target).hidden)
     calls: list[StockCandidates] = []
     with ExitStack() as stack:
-        hooks = stack.enter_context(ExitStack())
+        shown = stack.enter_context(taps.on())
 
         def make(
             generation_config: GenerationConfig,
@@ -156,8 +157,8 @@ def stock_candidates(model: nn.Module, drafter: Drafter) -> Iterator[list[StockC
         ) -> StockCandidates:
             mask = model_kwargs.get("attention_mask")
             made = StockCandidates(target, drafter, generation_config, logits_processor, input_ids, mask)
-            hooks.close()  # those of the call before
-            made.shown = hooks.enter_context(made.taps.on())
+            made.taps = taps
+            made.shown = shown
             calls.append(made)
             return made
 

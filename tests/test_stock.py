@@ -35,7 +35,6 @@ from hf_specgen import (
     UnsupportedTarget,
     enable,
 )
-from hf_specgen.drafting.drafter import Reads
 from hf_specgen.models.taps import FINAL
 from hf_specgen.stock import StockCandidates, stock_candidates
 
@@ -109,7 +108,7 @@ def test_draft_lengths_are_asked_for_as_always() -> None:
 class Reader(Handmade):
     """Draft a known text, two tokens in a row of which the second is often wrong, and keep every hidden state."""
 
-    reads = Reads(hidden=(1, FINAL, 0))
+    hidden_layers = (1, FINAL, 0)
 
     def __init__(self, text: list[int]) -> None:
         self.text = garbled(text, 3)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specgen.checkpoints.config import DrafterConfig
 from hf_specgen.drafting.borrowed import TargetParts
-from hf_specgen.drafting.drafter import Call, Reads
+from hf_specgen.drafting.drafter import Call
 from hf_specgen.drafting.fill import LevelModel, LevelSession
 from hf_specgen.drafting.learned import LearnedDrafter, Objective, TrainingOutput
 from hf_specgen.drafting.lengths import DraftSettings, Habits
@@ -239,7 +239,6 @@ class MedusaDrafter(LearnedDrafter):
 class MedusaSession(LevelSession):
     """Draft for one call with one head per level."""
 
-    reads = Reads(hidden=(FINAL,))
     model: MedusaLevels
 
     def __init__(self, drafter: MedusaDrafter, parts: TargetParts, call: Call) -> None:

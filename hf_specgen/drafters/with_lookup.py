@@ -9,10 +9,11 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from hf_specgen.drafters.prompt_lookup import PromptLookup
 from hf_specgen.drafting.copier import Continuations, CopyingDrafter
-from hf_specgen.drafting.drafter import Call, Drafter, Session
+from hf_specgen.drafting.drafter import Call, Drafter, Reads, Session
 from hf_specgen.errors import SpecGenError
 from hf_specgen.round.costs import Costs, Rate
 from hf_specgen.round.records import DenseQ, Draft, Round, SparseQ, Tree
@@ -54,6 +55,10 @@ class WithLookup(Drafter):
         """Tell whether the other drafter draws."""
         return self.drafter.draws
 
+    def reads(self, model: PreTrainedModel) -> Reads:
+        """Return what the other drafter reads: copying reads nothing."""
+        return self.drafter.reads(model)
+
     def begin(self, call: Call) -> LookupMixSession:
         """Begin both.
 
@@ -75,7 +80,6 @@ class LookupMixSession(Session):
                 "depend on its neighbours. Use other_rows=False, sample=False, or rule='gumbel'."
             )
         self.other = mix.drafter.begin(call)
-        self.reads = self.other.reads
         own_costs = mix.lookup.costs
         self._costs = replace(own_costs or call.costs, draft=self.other.draft_cost)
         rows = range(call.rows)

@@ -19,7 +19,7 @@ from hf_specgen.round.typical import Typical
 
 @dataclass(frozen=True)
 class Reads:
-    """Say what of the target's passes a session reads.
+    """Say what of the target's passes a drafter reads.
 
     ``hidden``: boundaries whose hidden states every round must carry; boundary b is the residual stream after b decoder
     layers (0: the embeddings), ``FINAL`` (-1) what the language-model head reads, after the final norm. ``guesses``:
@@ -81,9 +81,6 @@ class Call:
 class Session(ABC):
     """Draft for the rows of one call. It alternates ``propose`` and ``observe``, and dies with the call."""
 
-    reads: Reads = Reads()
-    """What every round must carry for this session."""
-
     @property
     def draft_cost(self) -> float:
         """Return what drafting one more token in every row costs, in plain steps of the target."""
@@ -124,6 +121,13 @@ class Drafter(ABC):
     def title(self) -> str:
         """Return the name that statistics show."""
         return type(self).__name__
+
+    def reads(self, model: PreTrainedModel) -> Reads:
+        """Return what every round must carry, for this target.
+
+        Raises: ``IncompatibleDrafter`` for a target that it does not fit.
+        """
+        return Reads()
 
     @abstractmethod
     def begin(self, call: Call) -> Session:

@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_specgen import ops
 from hf_specgen.checkpoints.config import DrafterConfig
 from hf_specgen.drafting.borrowed import TargetParts
-from hf_specgen.drafting.drafter import Call, Reads
+from hf_specgen.drafting.drafter import Call
 from hf_specgen.drafting.fill import Level, LevelModel, LevelSession
 from hf_specgen.drafting.layers import Masks, Rotary
 from hf_specgen.drafting.learned import LearnedDrafter
@@ -117,7 +117,6 @@ class FeatureSession(LevelSession):
     def __init__(self, drafter: FeatureDrafter, parts: TargetParts, call: Call) -> None:
         settings = DraftSettings(call, drafter.habits(call, parts))
         super().__init__(call, FeatureLevels(drafter, parts, call), settings)
-        self.reads = Reads(hidden=drafter.boundaries(parts.facts))
 
 
 class FeatureLevels(LevelModel):

@@ -25,7 +25,7 @@ from hf_specgen.checkpoints.formats.base import Checkpoint, ReadOptions, layout_
 from hf_specgen.checkpoints.formats.shortlist import shortened
 from hf_specgen.checkpoints.opening import Opened, Report, open_checkpoint
 from hf_specgen.drafting.borrowed import TargetParts
-from hf_specgen.drafting.drafter import Drafter, missing
+from hf_specgen.drafting.drafter import Drafter, Reads, missing
 from hf_specgen.drafting.shapes import StaticShape, parse_shape
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError, reason_of
 from hf_specgen.models.facts import TargetFacts, holds_numbers
@@ -144,6 +144,10 @@ class LearnedDrafter(PreTrainedModel, Drafter):
 
     def get_output_embeddings(self) -> None:
         """Return None, for the same reason."""
+
+    def reads(self, model: PreTrainedModel) -> Reads:
+        """Return the hidden states that the drafter reads of a target. Raises and warns as ``attach`` does."""
+        return Reads(hidden=self.boundaries(self.parts_of(model).facts))
 
     def boundaries(self, facts: TargetFacts | None) -> tuple[int, ...]:
         """Return the boundaries of a target whose hidden states the drafter reads."""

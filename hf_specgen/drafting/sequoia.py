@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from hf_specgen.drafting.drafter import Call, Drafter, Session
+from hf_specgen.drafting.drafter import Call, Drafter, Reads, Session
 from hf_specgen.errors import SpecGenError
 from hf_specgen.round.costs import Costs
 from hf_specgen.round.records import Draft, Round
@@ -180,6 +181,10 @@ class Measured(Drafter):
         """Return the rates seen so far, in all calls."""
         return self.counts.rates
 
+    def reads(self, model: PreTrainedModel) -> Reads:
+        """Return what the drafter reads."""
+        return self.inner.reads(model)
+
     def begin(self, call: Call) -> MeasuredSession:
         """Do as the drafter does."""
         return MeasuredSession(self.inner.begin(call), self.counts)
@@ -191,7 +196,6 @@ class MeasuredSession(Session):
     def __init__(self, inner: Session, counts: RankRates) -> None:
         self.inner = inner
         self.counts = counts
-        self.reads = inner.reads
 
     @property
     def draft_cost(self) -> float:

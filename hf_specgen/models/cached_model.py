@@ -62,10 +62,6 @@ class CachedModel:
         self._attention = PassAttention(model)
         self._taps = Taps(model, taps)
 
-    def tap(self, boundaries: Sequence[int]) -> None:
-        """Let every pass return the hidden states at these boundaries."""
-        self._taps = Taps(self.model, boundaries)
-
     @property
     def lengths(self) -> list[int]:
         """Return each row's committed length."""

@@ -131,6 +131,7 @@ class Target:
         self,
         model: PreTrainedModel,
         sequences: Sequences,
+        hidden_layers: Sequence[int] = (),
         all_hidden: bool = False,
         prefill_chunk: int | None = None,
     ) -> None:
@@ -138,12 +139,8 @@ class Target:
         self.wants_hidden = all_hidden
         self.prefill_chunk = prefill_chunk
         reserve = max(sequences.lengths) + sequences.budget + 1
-        self.cached = CachedModel(model, len(sequences), reserve)
+        self.cached = CachedModel(model, len(sequences), reserve, hidden_layers)
         self.live = list(range(len(sequences)))
-
-    def tap(self, boundaries: Sequence[int]) -> None:
-        """Let every round carry the hidden states at these boundaries. Raises: as ``Taps`` does."""
-        self.cached.tap(boundaries)
 
     def prefill(self) -> tuple[Round, Scores]:
         """Read the prompts; the round that comes back has an empty draft and every row's first token."""

@@ -49,17 +49,18 @@ class Costs:
     def gain(self, tokens: float, rows: int, width: int, spent: float) -> float:
         """Return what a round is worth per plain step: its tokens over its time.
 
-        ``tokens``: what drafted tokens are expected to add to one token in each of ``rows`` rows, by ``worth``. ``width``:
-        how many positions behind the root every row has in the pass. ``spent``: what drafting costs, in plain steps.
+        ``tokens``: what drafted tokens are expected to add to one token in each of ``rows`` rows, by ``worth``.
+        ``width``: how many positions behind the root every row has in the pass. ``spent``: what drafting costs, in
+        plain steps.
         """
         return (rows + tokens) / (self.forward(rows, width) / self.forward(rows, 0) + spent)
 
     def choose(self, survival: Sequence[Sequence[float]], remaining: Sequence[int], spent: float | None = None) -> int:
         """Return the common width of the pass that gains most; 0 where no draft pays.
 
-        ``survival[r]``: how likely each of row r's tokens or nodes is accepted, the likeliest first; of a chain by depth.
-        ``remaining[r]``: what row r may yet write, 0 when it is finished. ``spent``: what drafting has cost, whatever the
-        width is; None: a chain is drafted, and every token costs ``draft``.
+        ``survival[r]``: how likely each of row r's tokens or nodes is accepted, the likeliest first; of a chain by
+        depth. ``remaining[r]``: what row r may yet write, 0 when it is finished. ``spent``: what drafting has cost,
+        whatever the width is; None: a chain is drafted, and every token costs ``draft``.
         """
         worth = self.worth(remaining)
         rows = sum(left > 0 for left in remaining)

@@ -158,7 +158,10 @@ def prompts(lengths: list[int], seed: int = 3, vocab: int = 64) -> tuple[torch.T
 class Handmade(Drafter):
     """A drafter for one call at a time that keeps its state on itself; a test overrides what happens when."""
 
-    reads = Reads()
+    hidden_layers: tuple[int, ...] = ()
+
+    def reads(self, model) -> Reads:
+        return Reads(hidden=self.hidden_layers)
 
     def begin(self, call: Call) -> Session:
         self.call = call
@@ -179,7 +182,6 @@ class HandmadeSession(Session):
 
     def __init__(self, drafter: Handmade) -> None:
         self.drafter = drafter
-        self.reads = drafter.reads
 
     @property
     def draft_cost(self) -> float:
@@ -245,10 +247,12 @@ class Watch(Handmade):
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
 
+    def reads(self, model) -> Reads:
+        return self.inner.reads(model)
+
     def on_begin(self, sequences) -> None:
         self.rounds: list[Round] = []
         self.session = self.inner.begin(self.call)
-        self.reads = self.session.reads
 
     def on_propose(self, sequences) -> Draft:
         return self.session.propose(self.room)

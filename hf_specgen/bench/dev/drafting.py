@@ -28,7 +28,7 @@ from hf_specgen.checkpoints.config import DrafterConfig
 from hf_specgen.drafters.eagle import EagleDrafter
 from hf_specgen.drafters.eagle3 import Eagle3Drafter
 from hf_specgen.drafters.medusa import MedusaDrafter
-from hf_specgen.drafting.drafter import Call, Drafter, Session
+from hf_specgen.drafting.drafter import Call, Drafter, Reads, Session
 from hf_specgen.drafting.learned import LearnedDrafter
 from hf_specgen.errors import SpecGenError
 from hf_specgen.generate import SpeculativeDecoding
@@ -128,6 +128,10 @@ class Clocked(Drafter):
         self.rounds: list[dict[str, float]] = []
         self.assumed = 0.0
 
+    def reads(self, model: PreTrainedModel) -> Reads:
+        """Return what the drafter reads."""
+        return self.inner.reads(model)
+
     def begin(self, call: Call) -> ClockedSession:
         """Begin with no rounds."""
         self.rounds = []
@@ -155,7 +159,6 @@ class ClockedSession(Session):
     def __init__(self, drafter: Clocked, session: Session) -> None:
         self.drafter = drafter
         self.session = session
-        self.reads = session.reads
 
     def propose(self, room: list[int]) -> Draft:
         """Time a proposal and its parts."""
