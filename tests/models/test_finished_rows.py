@@ -8,6 +8,7 @@ from tiny import RandomTree, Watch, build, disturbed, plain, prompts, some, text
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from hf_specgen import Drafter, PromptLookup, SmallModel, SpeculativeDecoding
+from hf_specgen.drafting.drafter import Reads
 from hf_specgen.models.cached_model import CachedModel
 from hf_specgen.models.slot_cache import SlotCache
 from hf_specgen.models.taps import FINAL
@@ -132,7 +133,7 @@ def test_hidden_states_for_drafters_belong_to_their_row() -> None:
     whole = plain(model, ids, mask, max_new_tokens=24, return_dict_in_generate=True, output_hidden_states=True)
     budgets = [3, 24, 9, 1, 15]
     watch = Watch(PromptLookup(4))
-    watch.inner.hidden_layers = (1, FINAL)
+    watch.inner.reads = lambda model: Reads(hidden=(1, FINAL))
     run(model, watch, ids, mask, budgets)
     written = [1] * len(LENGTHS)
     zeros = 0

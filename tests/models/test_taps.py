@@ -11,6 +11,7 @@ from tiny import CASES, Keep, RandomTree, Watch, build, ours, plain, prompts, te
 from torch import nn
 
 from hf_specgen import IncompatibleDrafter, PromptLookup, SpeculativeDecoding, Tree, UnsupportedTarget
+from hf_specgen.drafting.drafter import Reads
 from hf_specgen.models.cached_model import CachedModel
 from hf_specgen.models.taps import FINAL, Taps, decoder_layers
 
@@ -112,7 +113,7 @@ def test_rounds_carry_the_states_of_the_accepted_path(family: str) -> None:
     whole = plain(model, ids, mask, max_new_tokens=20)
     texts = texts_of(whole, mask)
     watch = Watch(RandomTree(texts))
-    watch.inner.hidden_layers = (2, 0, FINAL)
+    watch.inner.reads = lambda model: Reads(hidden=(2, 0, FINAL))
     asked: list[dict] = []
     spy = model.base_model.register_forward_pre_hook(lambda _, __, kwargs: asked.append(kwargs), with_kwargs=True)
     assert torch.equal(ours(model, watch, ids, mask, max_new_tokens=20), whole)
@@ -235,7 +236,7 @@ def test_a_stream_of_another_width_is_refused() -> None:
 def test_boundaries_that_do_not_exist_are_refused_before_the_first_token(boundary: int) -> None:
     model, keep = tiny(), Keep()
     watch = Watch(PromptLookup(4))
-    watch.inner.hidden_layers = (1, boundary)
+    watch.inner.reads = lambda model: Reads(hidden=(1, boundary))
     with pytest.raises(IncompatibleDrafter, match=rf"\[{boundary}\] of LlamaForCausalLM.*boundaries 0 to 2"):
         plain(model, torch.tensor([[1, 2, 3]]), custom_generate=SpeculativeDecoding(watch, streamer=keep))
     assert keep.tokens == []
