@@ -14,6 +14,8 @@ from hf_specgen.drafting.drafter import Drafter, DraftLength, Pace, fit_width, n
 from hf_specgen.errors import IncompatibleDrafter
 from hf_specgen.models.cached_model import CachedModel
 from hf_specgen.models.facts import step_size
+from hf_specgen.models.passes import Pass
+from hf_specgen.models.prompt import Prompt
 from hf_specgen.models.wrappers import driven
 from hf_specgen.round.coins import DRAFT
 from hf_specgen.round.costs import Costs, Rate
@@ -109,7 +111,7 @@ class SmallModel(Drafter):
             tokens = chain.pick(scores)
             if len(chain) >= max(wanted):
                 break
-            output = self._cached.extend(self._known(tokens), Tree.chain(0, self._cached.device), undo=len(chain) - 1)
+            output = self._cached.run(Pass.chain(self._known(tokens), undo=len(chain) - 1))
             self._cached.commit([int(len(chain) < want) for want in wanted])
             logits = output.logits[:, 0]
         return replace(chain.draft(wanted), broken=no_numbers(peaks, sequences.prompt.device))
@@ -140,12 +142,11 @@ class SmallModel(Drafter):
         ]
         if not any(lengths):
             pending = [row or text[:1] for row, text in zip(pending, texts, strict=True)]
-            return self._cached.prefill(self._padded(pending, left=True), [len(row) for row in pending]).logits[:, 0]
+            prompt = Prompt(self._padded(pending, left=True), [len(row) for row in pending])
+            return self._cached.prefill(prompt).logits[:, 0]
         read = [len(row) for row in pending]
-        counts, width = torch.tensor(read, device=self._cached.device), max(read)
-        output = self._cached.extend(
-            self._padded(pending, left=False), Tree.chain(width - 1, self._cached.device), counts - 1
-        )
+        counts = torch.tensor(read, device=self._cached.device)
+        output = self._cached.run(Pass.chain(self._padded(pending, left=False), counts - 1))
         self._cached.commit(read)
         rows = torch.arange(len(pending), device=self._cached.device)
         return output.logits[rows, (counts - 1).clamp(min=0)]

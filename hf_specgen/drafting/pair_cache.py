@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 
 from hf_specgen.models.cached_model import staying
 from hf_specgen.models.slot_cache import SlotCache
+from hf_specgen.models.visibility import TreeVisibility
 from hf_specgen.round.records import Tree
 
 _CHUNK = 512  # columns one pass reads of a prompt: its mask has a row for each
@@ -163,4 +164,4 @@ class PairCache:
         if not bounded and tree.is_chain and held == len(tree) and min(lengths) == max(lengths):
             everything = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self._device)
             return {group.kind: everything.expand(-1, -1, -1, group.view) for group in groups}
-        return {kind: mask[:, :, held:] for kind, mask in self.cache.masks(tree).items()}
+        return self.cache.masks(TreeVisibility(tree))

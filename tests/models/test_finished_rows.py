@@ -9,6 +9,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 from hf_specgen import Drafter, PromptLookup, SmallModel, SpeculativeDecoding
 from hf_specgen.models.cached_model import CachedModel
+from hf_specgen.models.passes import ForwardOutput, Pass
 from hf_specgen.models.slot_cache import SlotCache
 from hf_specgen.models.taps import FINAL
 
@@ -50,14 +51,14 @@ def drafters(model, texts: list[list[int]]) -> dict[str, Drafter]:
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Record (rows given, rows in the cache's buffers) of every pass over a slot cache."""
     seen: list[tuple[int, int]] = []
-    genuine = CachedModel.extend
+    genuine = CachedModel.run
 
-    def extend(self: CachedModel, tokens: torch.Tensor, *args, **settings):
-        output = genuine(self, tokens, *args, **settings)
-        seen.append((len(tokens), len(self.cache.layers[0].keys)))
+    def run(self: CachedModel, batch: Pass) -> ForwardOutput:
+        output = genuine(self, batch)
+        seen.append((len(batch.tokens), len(self.cache.layers[0].keys)))
         return output
 
-    monkeypatch.setattr(CachedModel, "extend", extend)
+    monkeypatch.setattr(CachedModel, "run", run)
     return seen
 
 

@@ -14,8 +14,10 @@ from tiny import FAMILIES, build
 from transformers import AutoConfig
 
 from hf_specgen import UnsupportedTarget, ops
+from hf_specgen.models.cache_layers import AcceptedPath, SlotGroup
 from hf_specgen.models.layer_kinds import layer_kinds
-from hf_specgen.models.slot_cache import SlotCache, SlotGroup
+from hf_specgen.models.slot_cache import SlotCache
+from hf_specgen.models.visibility import TreeVisibility
 from hf_specgen.round.records import Tree
 
 WINDOW = 6
@@ -118,7 +120,7 @@ class Model:
         return found[::-1]
 
     def check(self, tree: Tree, block: torch.Tensor, read: list[torch.Tensor]) -> None:
-        masks = self.cache.masks(tree)
+        masks = self.cache.masks(TreeVisibility(tree))
         for (kind, window), numbers in zip(self.kinds, read, strict=True):
             group = self.cache.groups[kind, window]
             self.wrapped |= window is not None and max(self.cache.lengths) + len(tree) + 1 > group.capacity
@@ -178,7 +180,7 @@ def test_the_comparison_can_fail(spoil: str, monkeypatch: pytest.MonkeyPatch) ->
         begin = SlotCache.begin
         monkeypatch.setattr(SlotCache, "begin", lambda self, width, undo=0: begin(self, width))
     elif spoil == "gather left out":
-        monkeypatch.setattr(SlotCache, "_gather", lambda self, paths: None)
+        monkeypatch.setattr(AcceptedPath, "move", lambda self: None)
     else:
         monkeypatch.setattr(ops, "tree_mask", depth_by_slot)
     model = Model("sliding", 2, seed=0)
@@ -264,7 +266,7 @@ def test_a_pass_asks_for_its_mask_and_moves_once_a_group() -> None:
     model.prefill([5, 12], left=True)
     with ops.record() as calls:
         model.cache.begin(3)
-        model.cache.masks(Tree.chain(2))
+        model.cache.masks(TreeVisibility(Tree.chain(2)))
         model.write(model.fresh(2, 3))
         model.cache.commit([2, 2], torch.tensor([[1], [1]]))
     assert len(model.cache.groups) == 2
