@@ -21,6 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specgen.calls.outputs import OutputLog
 from hf_specgen.calls.requests import Options, check_request, pad_token, prepare
 from hf_specgen.drafting.drafter import Drafter
+from hf_specgen.models.fixed_shapes import FixedShapes
 from hf_specgen.models.selfcheck import check_target
 from hf_specgen.models.target import Target
 from hf_specgen.models.wrappers import bare
@@ -53,6 +54,7 @@ class SpeculativeDecoding:
     Args: ``drafter`` proposes (None: nothing is drafted); ``rule`` is ``rejection``, ``block`` or ``gumbel``, or
     lossy: ``typical``, ``Typical(threshold, alpha)``;
     ``streamer`` and ``tokenizer`` must be given here when the model is not enabled, since ``generate()`` drops them.
+    ``shapes`` (experimental; None: passes are as wide as their drafts) gives the target's passes few shapes.
 
     Source: Leviathan et al. 2023, Chen et al. 2023 (rejection); Miao et al. 2024 (trees); Sun et al. 2024 (block).
     """
@@ -63,8 +65,10 @@ class SpeculativeDecoding:
         rule: str | Typical = "rejection",
         streamer: BaseStreamer | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        shapes: FixedShapes | None = None,
     ) -> None:
         self.rule = read_rule(rule, RULES)
+        self.shapes = shapes
         self.drafter = drafter if drafter is not None else NoDrafter()
         self.streamer = streamer
         self.tokenizer = tokenizer
@@ -112,9 +116,9 @@ class SpeculativeDecoding:
         sequences.score_log = log.scores
         check_lossy(sequences.rule, self.drafter.draws and not sequences.greedy, warp.takes_any_text)
         drafter = self.drafter.for_call(model)
-        target = Target(
-            model, sequences, drafter.hidden_layers, log.hidden is not None, generation_config.prefill_chunk_size
-        )
+        hidden = log.hidden is not None
+        chunk = generation_config.prefill_chunk_size
+        target = Target(model, sequences, drafter.hidden_layers, hidden, chunk, self.shapes)
         stats = self._run(drafter, target, sequences, log)
         if self.streamer is not None:
             self.streamer.end()

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specgen.models.cached_model import CachedModel
+from hf_specgen.models.fixed_shapes import FixedShapes
 from hf_specgen.models.passes import Pass
 from hf_specgen.models.prompt import ChunkedPrompt, Prompt
 from hf_specgen.models.visibility import TreeVisibility
@@ -150,12 +151,13 @@ class Target:
         hidden_layers: Sequence[int] = (),
         all_hidden: bool = False,
         prefill_chunk: int | None = None,
+        shapes: FixedShapes | None = None,
     ) -> None:
         self.sequences = sequences
         self.wants_hidden = all_hidden
         self.prefill_chunk = prefill_chunk
         reserve = max(sequences.lengths) + sequences.budget + 1
-        self.cached = CachedModel(model, len(sequences), reserve, hidden_layers)
+        self.cached = CachedModel(model, len(sequences), reserve, hidden_layers, shapes)
         self.live = list(range(len(sequences)))
 
     def prefill(self) -> tuple[Round, Scores]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from ragged_trees import RowBudget
 from tiny import RandomTree, Watch, build, disturbed, plain, prompts, some, texts_of
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 from hf_specgen import Drafter, PromptLookup, SmallModel, SpeculativeDecoding
 from hf_specgen.models.cached_model import CachedModel
@@ -15,17 +16,6 @@ from hf_specgen.models.taps import FINAL
 
 LENGTHS = [5, 17, 11, 8, 3]
 FAMILIES = ["llama", "mistral", "gemma3_text", "gpt2", "deepseek_v3"]
-
-
-class RowBudget(StoppingCriteria):
-    """End row ``r`` after its own number of new tokens: rows finish in any order wanted."""
-
-    def __init__(self, width: int, budgets: list[int]) -> None:
-        self.width, self.budgets = width, budgets
-
-    def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
-        written = input_ids.shape[1] - self.width
-        return torch.tensor([written >= budget for budget in self.budgets])
 
 
 class RowBias(LogitsProcessor):
