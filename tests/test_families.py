@@ -196,7 +196,7 @@ def break_window(patch: pytest.MonkeyPatch) -> None:
 def break_commit(patch: pytest.MonkeyPatch) -> None:
     genuine = SlotCache.commit
 
-    def commit(self: SlotCache, counts: list[int], paths: torch.Tensor | None = None) -> None:
+    def commit(self: SlotCache, counts: list[int], paths: torch.Tensor | None = None, kept: object = None) -> None:
         genuine(self, [count - (count > 1) for count in counts], paths)
 
     patch.setattr(SlotCache, "commit", commit)

@@ -137,15 +137,19 @@ class LaneCopies:
 
 @dataclass(frozen=True)
 class Scatter:
-    """Store a pass by one scattered write: no number of the host decides where. Shapes: ``slots (R, S)``."""
+    """Store a pass by one scattered write: no number of the host decides where.
 
+    Shapes: ``lanes (R, 1)``: 0, 1, 2, ...; ``slots (R, S)``.
+    """
+
+    lanes: Tensor
     slots: Tensor
 
     def store(self, buffer: Tensor, states: Tensor) -> None:
         """Write position s of lane r to its slot."""
+        lanes = self.lanes.to(buffer.device)
         slots = self.slots.to(buffer.device)
-        rows = torch.arange(len(slots), device=buffer.device)[:, None]
-        buffer[rows, :, slots] = states.transpose(1, 2)
+        buffer[lanes, :, slots] = states.transpose(1, 2)
 
 
 @dataclass

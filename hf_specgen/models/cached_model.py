@@ -60,6 +60,7 @@ class CachedModel:
         self._step = run_model if shapes is None else shapes.capture(run_model)
         self._positions = Positions()
         self._lanes = list(range(rows))
+        self._served: Tensor | None = None  # the same lanes on the device, None when no lane is idle
         self._one_kind = len(self.cache.groups) == 1
         self._attention = PassAttention(model)
         self._taps = Taps(model, taps)
@@ -78,13 +79,18 @@ class CachedModel:
             self.cache.keep(order)
             self._positions = self._positions.keep(order)
             served = {place: served[lane] for place, lane in enumerate(order) if lane in served}
-        self._lanes = list(served)
+        if list(served) != self._lanes:
+            self._lanes = list(served)
+            self._served = torch.tensor(self._lanes, device=self.device) if len(served) < self._total else None
         return list(served.values())
 
-    def commit(self, counts: list[int], paths: Tensor | None = None) -> None:
+    def commit(self, counts: list[int], paths: Tensor | None = None, kept: Tensor | None = None) -> None:
         """Keep what was accepted of the last pass, as ``SlotCache.commit`` does."""
-        wide = paths if paths is None or not self._has_idle_lanes else placed(paths, self._served(), self._total)
-        self.cache.commit(self._widened(counts, [0] * self._total), wide)
+        if self._served is not None and paths is not None:
+            paths = placed(paths, self._served, self._total)
+        if self._served is not None and kept is not None:
+            kept = placed(kept, self._served, self._total)
+        self.cache.commit(self._widened(counts, [0] * self._total), paths, kept)
 
     def crop_rows(self, lengths: list[int]) -> None:
         """Set the committed length of every row that is not finished (a rollback)."""
@@ -92,18 +98,19 @@ class CachedModel:
 
     def prefill(self, prompt: Prompt, hidden: bool = False) -> ForwardOutput:
         """Read the prompts into empty lanes. Returns: the logits behind each prompt, ``(R, 1, V)``."""
-        kept = self._widened(prompt.lengths, self.cache.lengths)
-        if self._has_idle_lanes:
-            prompt = prompt.widened(self._served(), self._total)
+        lengths = self._widened(prompt.lengths, self.cache.lengths)
+        if self._served is not None:
+            prompt = prompt.widened(self._served, self._total)
         self._positions = prompt.positions
         output = prompt.read(self, hidden)
-        self.cache.crop_rows(kept)
+        if self._served is not None:  # what idle lanes read is no text of theirs
+            self.cache.crop_rows(lengths)
         return self._narrowed(output)
 
     def run(self, batch: Pass) -> ForwardOutput:
         """Score positions behind each row's committed text, root first. Commits nothing."""
-        if self._has_idle_lanes:
-            batch = batch.widened(self._served(), self._total)
+        if self._served is not None:
+            batch = batch.widened(self._served, self._total)
         return self._narrowed(self.run_lanes(batch))
 
     def read_whole(self, prompt: Prompt, hidden: bool) -> ForwardOutput:
@@ -184,20 +191,11 @@ class CachedModel:
         """Return how many lanes a pass has."""
         return len(self.cache.lengths)
 
-    @property
-    def _has_idle_lanes(self) -> bool:
-        """Tell whether a pass holds lanes whose rows are finished."""
-        return len(self._lanes) < self._total
-
     def _lanes_for(self, unfinished: int, present: int) -> int:
         """Return how many lanes to keep for the rows that are not finished."""
         if self.counted:
             return present
         return unfinished if self._shapes is None else self._shapes.lanes_of(unfinished, present)
-
-    def _served(self) -> Tensor:
-        """``(R)``: the lanes of the rows that are not finished."""
-        return torch.tensor(self._lanes, device=self.device)
 
     def _widened(self, numbers: list[int], fillers: list[int]) -> list[int]:
         """Return one number a lane: those given, and for idle lanes ``fillers``."""
@@ -208,9 +206,9 @@ class CachedModel:
 
     def _narrowed(self, output: ForwardOutput) -> ForwardOutput:
         """Leave idle lanes out."""
-        if not self._has_idle_lanes:
+        served = self._served
+        if served is None:
             return output
-        served = self._served()
         hidden = tuple(layer[served] for layer in output.hidden)
         taps = tuple(layer[served] for layer in output.taps)
         return ForwardOutput(output.logits[served], hidden, taps)

@@ -116,17 +116,19 @@ class SlotCache(Cache):
             masks[group.kind] = mask[:, None]
         return masks
 
-    def commit(self, counts: list[int], paths: Tensor | None = None) -> None:
+    def commit(self, counts: list[int], paths: Tensor | None = None, kept: Tensor | None = None) -> None:
         """Keep the first ``counts[r]`` positions of the last pass; with ``paths (R, K)`` keep root and those nodes.
 
-        Entries of ``paths`` beyond a lane's count may hold anything in range.
+        Entries of ``paths`` beyond a lane's count may hold anything in range. ``kept (R)`` are the counts where they
+        are on the device already: nothing is copied there.
         """
         moves = paths is not None and paths.shape[1] > 0
         path = AcceptedPath(self.row_lengths, counts, paths if moves else None)
         for layer in self.layers:
             layer.commit(path)
         path.move()
-        self._set_lengths([length + count for length, count in zip(self.lengths, counts, strict=True)])
+        lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        self._set_lengths(lengths, None if kept is None else self.row_lengths + kept)
 
     def crop_rows(self, lengths: list[int]) -> None:
         """Set every lane's committed length (a rollback; the slots behind are overwritten later)."""
@@ -155,10 +157,10 @@ class SlotCache(Cache):
         for layer in self.layers:
             layer.snapshot()
 
-    def _set_lengths(self, lengths: list[int]) -> None:
+    def _set_lengths(self, lengths: list[int], on_device: Tensor | None = None) -> None:
         self.prefilling = None
         self.lengths = list(lengths)
-        self.row_lengths = torch.tensor(self.lengths, device=self.device)
+        self.row_lengths = torch.tensor(self.lengths, device=self.device) if on_device is None else on_device
 
     def _room(self, width: int) -> int:
         """Return how many positions behind the text buffers must have room for."""
@@ -177,7 +179,10 @@ class SlotCache(Cache):
             return LaneCopies(starts)
         offsets = torch.arange(self._held, self._held + self._width, device=self.device)
         slots = (self.row_lengths[:, None] + offsets) % group.capacity
-        return Scatter(slots if self.shapes is None else self._standing.write(group.kind, slots))
+        lanes = torch.arange(len(slots), device=self.device)[:, None]
+        if self.shapes is None:
+            return Scatter(lanes, slots)
+        return Scatter(self._standing.write("lanes", lanes), self._standing.write(group.kind, slots))
 
     def _grow(self, group: SlotGroup, needed: int) -> None:
         if needed <= group.capacity:

@@ -200,7 +200,8 @@ class Target:
         paths = [round.paths[row] for row in self.live]
         straight = all(path == list(range(len(path))) for path in paths)
         longest = max(map(len, paths))
-        self.cached.commit([len(path) + 1 for path in paths], None if straight else judged.path[:, :longest])
+        counts = [len(path) + 1 for path in paths]
+        self.cached.commit(counts, None if straight else judged.path[:, :longest], judged.n + 1)
         return round
 
 

@@ -127,7 +127,7 @@ def graphs_of(run: Callable[[Callable[..., object]], None]) -> int:
     return len(graphs)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3_text", marks=pytest.mark.slow)])
 def test_a_compiler_records_one_graph_a_width(family: str) -> None:
     """Over 30 rounds of ragged rows and random widths, and over a second call; the logits are the growing mode's."""
     model = build(family)

@@ -186,10 +186,10 @@ def test_only_accepted_nodes_move_in_the_cache(target, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(AcceptedPath, "move", counted_move)
 
-    def counted(cache: SlotCache, counts: list[int], paths: torch.Tensor | None = None) -> None:
+    def counted(cache: SlotCache, counts: list[int], paths: torch.Tensor | None = None, kept=None) -> None:
         if paths is not None:
             accepted.append(max(counts) - 1)
-        commit(cache, counts, paths)
+        commit(cache, counts, paths, kept)
 
     monkeypatch.setattr(SlotCache, "commit", counted)
     ids, mask = prompts(LENGTHS)
