@@ -21,6 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specgen.calls.outputs import OutputLog
 from hf_specgen.calls.requests import Options, check_request, pad_token, prepare
 from hf_specgen.drafting.drafter import Call, Drafter, Session, TargetView
+from hf_specgen.models.fixed_shapes import FixedShapes
 from hf_specgen.models.selfcheck import check_target
 from hf_specgen.models.target import Target
 from hf_specgen.models.wrappers import bare
@@ -61,6 +62,7 @@ class SpeculativeDecoding:
     Args: ``drafter`` proposes (None: nothing is drafted); ``rule`` is ``rejection``, ``block`` or ``gumbel``, or
     lossy: ``typical``, ``Typical(threshold, alpha)``;
     ``streamer`` and ``tokenizer`` must be given here when the model is not enabled, since ``generate()`` drops them.
+    ``shapes`` (experimental; None: passes are as wide as their drafts) gives the target's passes few shapes.
 
     Source: Leviathan et al. 2023, Chen et al. 2023 (rejection); Miao et al. 2024 (trees); Sun et al. 2024 (block).
     """
@@ -71,8 +73,10 @@ class SpeculativeDecoding:
         rule: str | Typical = "rejection",
         streamer: BaseStreamer | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        shapes: FixedShapes | None = None,
     ) -> None:
         self.rule = read_rule(rule, RULES)
+        self.shapes = shapes
         self.drafter = drafter if drafter is not None else NoDrafter()
         self.streamer = streamer
         self.tokenizer = tokenizer
@@ -119,8 +123,14 @@ class SpeculativeDecoding:
         log = OutputLog(generation_config, len(sequences))
         sequences.score_log = log.scores
         check_lossy(sequences.rule, self.drafter.draws and not sequences.greedy, warp.takes_any_text)
-        hidden_layers = self.drafter.reads(model).hidden
-        target = Target(model, sequences, hidden_layers, log.hidden is not None, generation_config.prefill_chunk_size)
+        target = Target(
+            model,
+            sequences,
+            self.drafter.reads(model).hidden,
+            log.hidden is not None,
+            generation_config.prefill_chunk_size,
+            self.shapes,
+        )
         stats = self._run(target, sequences, log)
         if self.streamer is not None:
             self.streamer.end()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["match_ngrams", "move_slots", "tree_mask"]
+__all__ = ["match_ngrams", "move_slots", "pass_mask", "tree_mask"]
 
 
 def move_slots(buffers: list[Tensor], source: Tensor, destination: Tensor) -> None:
@@ -53,22 +53,46 @@ def tree_mask(
     """
     if ancestors is None:
         ancestors = _ancestors(parents)
-    scored = parents.shape[1] + 1
-    rows = max(len(lengths), ancestors.shape[0])
-    last = lengths[:, None] + (scored - 1)
-    columns = torch.arange(view, device=lengths.device)
-    index = last - (last - columns) % capacity
-    node = index - lengths[:, None]
-    inside = node.clamp(min=0)[:, None].expand(rows, scored, -1)
-    seen = ancestors.expand(rows, -1, -1).gather(2, inside) & (node >= 0)[:, None]
-    seen |= ((node < 0) & (index >= 0))[:, None]
+    if not window:
+        return _written(lengths, ancestors, capacity, view)[0]
+    return pass_mask(lengths, ancestors, ancestors.sum(-1) - 1, capacity, view, window, chunked)
+
+
+def pass_mask(
+    lengths: Tensor, inside: Tensor, depth: Tensor, capacity: int, view: int, window: int, chunked: bool
+) -> Tensor:
+    """Tell which slots the positions of any pass may see: their row's committed text, and what ``inside`` says.
+
+    Slots, windows and chunks are those of ``tree_mask``; position ``s`` of the pass is at index ``lengths[b] + s`` and
+    stands ``depth[b, s]`` behind the text.
+
+    Shapes: ``lengths (B)``, ``inside (B or 1, S, S)`` bool, True at ``[b, s, t]`` where ``s`` sees ``t``; ``depth
+    (B or 1, S)`` int64. Returns: bool ``(B, S, view)``.
+    """
+    seen, index = _written(lengths, inside, capacity, view)
     if not window:
         return seen
-    query = lengths[:, None] + ancestors.sum(-1) - 1
-    key = torch.where(node < 0, index, query.expand(rows, -1).gather(1, node.clamp(min=0).expand(rows, -1)))
+    rows = len(seen)
+    query = (lengths[:, None] + depth).expand(rows, -1)
+    own = (index - lengths[:, None]).expand(rows, -1)
+    key = torch.where(own < 0, index, query.gather(1, own.clamp(min=0)))
     if chunked:
         return seen & (query[:, :, None] // window == key[:, None] // window)
     return seen & (query[:, :, None] - key[:, None] < window)
+
+
+def _written(lengths: Tensor, inside: Tensor, capacity: int, view: int) -> tuple[Tensor, Tensor]:
+    """Return what would be seen without a window ``(B, S, view)``, and the newest index at each slot ``(B, view)``."""
+    width = inside.shape[-1]
+    rows = max(len(lengths), len(inside))
+    last = lengths[:, None] + (width - 1)
+    columns = torch.arange(view, device=lengths.device)
+    index = last - (last - columns) % capacity
+    own = index - lengths[:, None]
+    column = own.clamp(min=0)[:, None].expand(rows, width, -1)
+    seen = inside.expand(rows, -1, -1).gather(2, column) & (own >= 0)[:, None]
+    seen |= ((own < 0) & (index >= 0))[:, None]
+    return seen, index
 
 
 def match_ngrams(ids: Tensor, lengths: Tensor, max_ngram: int, min_ngram: int, count: int) -> tuple[Tensor, Tensor]:
