@@ -19,6 +19,8 @@ class Pass:
     ``n_valid (R)``: positions behind the first ``n_valid[r] + 1`` of a lane are computed at the first one's position
     and mean nothing; None: all mean something. ``undo`` committed tokens may yet be rolled back. ``columns`` names the
     positions whose logits are wanted, in order; None: all. ``hidden`` asks for the hidden states of every layer.
+    The last ``scouts`` positions are computed at their own depth whatever ``n_valid`` says, and no position deeper than
+    ``deepest (R)``; None: no limit.
 
     Shapes: ``tokens (R, S)`` int64. Ids that do not exist are embedded as others: ``verify`` never accepts them, but
     they must not crash the pass.
@@ -30,6 +32,8 @@ class Pass:
     undo: int = 0
     columns: tuple[int, ...] | None = None
     hidden: bool = False
+    scouts: int = 0
+    deepest: Tensor | None = None
 
     @classmethod
     def chain(
@@ -53,10 +57,15 @@ class Pass:
     def depth(self) -> Tensor:
         """``(R or 1, S)`` int64: how far behind the committed text a position stands; 0 where it means nothing."""
         depth = self.visibility.depth
+        if self.deepest is not None:
+            depth = torch.minimum(depth, self.deepest[:, None])
         if self.n_valid is None:
             return depth
         places = torch.arange(self.width, device=depth.device)
-        return depth * (places <= self.n_valid[:, None])
+        counts = places <= self.n_valid[:, None]
+        if self.scouts:
+            counts = counts | (places >= self.width - self.scouts)
+        return depth * counts
 
     def widened(self, lanes: Tensor, total: int) -> Pass:
         """Return the pass over ``total`` lanes of which these are ``lanes (R)``; the others mean nothing."""
@@ -65,7 +74,9 @@ class Pass:
             n_valid = torch.full_like(self.tokens[:, 0], self.width)
         tokens = placed(self.tokens, lanes, total)
         counts = placed(n_valid, lanes, total)
-        return replace(self, tokens=tokens, n_valid=counts, visibility=self.visibility.widened(lanes, total))
+        deepest = self.deepest if self.deepest is None else placed(self.deepest, lanes, total)
+        visibility = self.visibility.widened(lanes, total)
+        return replace(self, tokens=tokens, n_valid=counts, visibility=visibility, deepest=deepest)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from hf_specgen.models.visibility import TreeVisibility
 from hf_specgen.round.coins import Coins
 from hf_specgen.round.records import Draft, Round, Verdict, spread
 from hf_specgen.round.sequences import Sequences
-from hf_specgen.round.verify import verify
 from hf_specgen.round.verify_dense import FLOATS, Dense, keeps_ties_by_id, never_empty
 from hf_specgen.round.warp import Truncation
 
@@ -33,7 +32,8 @@ class Scores:
 
     ``draft`` is the part of the round's draft that was scored. ``live (R)`` names the row of every lane; None: all are
     there in order. ``keys`` are the pass's coins where they were made before it. ``hidden`` is what the caller logs,
-    ``taps`` what the drafter reads.
+    ``taps`` and ``guesses (R, S)`` are what the drafter reads. ``of_prompt``: the pass read the prompts, which are
+    committed already.
     """
 
     logits: Tensor
@@ -43,6 +43,8 @@ class Scores:
     live: Tensor | None = None
     keys: Coins | None = None
     taps: tuple[Tensor, ...] = field(default=())
+    guesses: Tensor | None = None
+    of_prompt: bool = False
 
     @property
     def greedy(self) -> bool:
@@ -149,60 +151,109 @@ class Target:
         model: PreTrainedModel,
         sequences: Sequences,
         hidden_layers: Sequence[int] = (),
+        guesses: bool = False,
         all_hidden: bool = False,
         prefill_chunk: int | None = None,
         shapes: FixedShapes | None = None,
     ) -> None:
         self.sequences = sequences
         self.wants_hidden = all_hidden
+        self.wants_guesses = guesses
         self.prefill_chunk = prefill_chunk
         reserve = max(sequences.lengths) + sequences.budget + 1
         self.cached = CachedModel(model, len(sequences), reserve, hidden_layers, shapes)
         self.live = list(range(len(sequences)))
+        self._prompt_seconds = 0.0
 
-    def prefill(self) -> tuple[Round, Scores]:
-        """Read the prompts; the round that comes back has an empty draft and every row's first token."""
+    @property
+    def forward_seconds(self) -> float:
+        """Return the wall time spent inside the model's own forward since the prompts were read."""
+        return self.cached.seconds - self._prompt_seconds
+
+    def prefill(self) -> Scores:
+        """Read and commit the prompts. Their scores have an empty draft: the verdict is every row's first token."""
         sequences = self.sequences
         prompt = Prompt(sequences.left_padded(), sequences.lengths)
         if self.prefill_chunk is not None:
             prompt = ChunkedPrompt(prompt.ids, prompt.lengths, chunk=self.prefill_chunk)
         output = self.cached.prefill(prompt, self.wants_hidden)
+        self._prompt_seconds = self.cached.seconds
         sequences.vocab_size = output.logits.shape[-1]  # the truth, whatever config and head say
         draft = Draft.empty(len(sequences), self.cached.device)
-        scores = Scores(output.logits, draft, sequences, output.hidden)
-        verdict = verify(scores, draft, sequences.coins(), sequences.rule)
-        return Round(draft, verdict, output.taps), scores
+        return Scores(
+            output.logits,
+            draft,
+            sequences,
+            output.hidden,
+            taps=output.taps,
+            guesses=self._guesses(output.logits),
+            of_prompt=True,
+        )
 
     def score(self, draft: Draft) -> Scores:
         """Run one forward over the root and draft nodes of every unfinished row; finished rows leave their lanes."""
         self.live = self.cached.keep(self.live, self.sequences.finished)
-        live, coins = None, self.sequences.coins()  # what is copied to the device now does not wait for the pass
+        live = None
+        coins = self.sequences.coins()  # what is copied to the device now does not wait for the pass
         if len(self.live) < len(self.sequences):
             live = torch.tensor(self.live, device=self.cached.device)
-            draft, coins = draft.take(live), coins.take(live)
-        tokens = torch.cat([self.sequences.roots(self.live), draft.tokens], 1)
-        batch = Pass(tokens, TreeVisibility(draft.tree), draft.n_valid, hidden=self.wants_hidden)
-        output = self.cached.run(batch)
-        return Scores(output.logits, draft, self.sequences, output.hidden, live, coins, output.taps)
+            draft = draft.take(live)
+            coins = coins.take(live)
+        output = self.cached.run(self._pass(draft))
+        offered = draft.offered
+        logits = output.logits
+        if draft.scouts:  # what reads logits wants whole rows of memory
+            logits = logits[:, : offered.width + 1].contiguous()
+        guesses = self._guesses(output.logits)
+        return Scores(logits, offered, self.sequences, output.hidden, live, coins, output.taps, guesses)
 
     def commit(self, draft: Draft, scores: Scores, verdict: Verdict) -> Round:
         """Keep the accepted path of every lane in the cache; the newest token stays uncached.
 
-        ``verdict`` judges the lanes; the round that comes back holds every row of ``draft``.
+        ``verdict`` judges the lanes; the round that comes back holds every row of ``draft``. The round of the prompts
+        carries the states of the whole prompts.
         """
+        if scores.of_prompt:
+            return Round(draft, verdict, scores.taps, scores.guesses)
         hidden = _on_path(scores.taps, verdict)
+        guesses = scores.guesses
         judged = verdict
         if scores.live is not None:
             total = len(draft.tokens)
             verdict = verdict.spread(scores.live, total)
             hidden = tuple(spread(layer, scores.live, total) for layer in hidden)
-        round = Round(draft, verdict, hidden)
+            guesses = None if guesses is None else spread(guesses, scores.live, total)
+        round = Round(draft, verdict, hidden, guesses)
+        self._keep_path(round, judged)
+        return round
+
+    def _pass(self, draft: Draft) -> Pass:
+        """Describe the pass over the roots and nodes of every lane; scouts stay within what their row may write."""
+        tokens = torch.cat([self.sequences.roots(self.live), draft.tokens], 1)
+        deepest = None
+        if draft.scouts:
+            room = self.sequences.room
+            deepest = torch.tensor([room[row] for row in self.live], device=self.cached.device)
+        return Pass(
+            tokens,
+            TreeVisibility(draft.tree),
+            draft.n_valid,
+            hidden=self.wants_hidden,
+            scouts=draft.scouts,
+            deepest=deepest,
+        )
+
+    def _guesses(self, logits: Tensor) -> Tensor | None:
+        """Return the best token ``(R, S)`` at every position where the drafter reads it."""
+        return logits.argmax(-1) if self.wants_guesses else None
+
+    def _keep_path(self, round: Round, judged: Verdict) -> None:
+        """Commit root and accepted path of every lane; ``judged`` is the verdict of the lanes."""
         paths = [round.paths[row] for row in self.live]
         straight = all(path == list(range(len(path))) for path in paths)
         longest = max(map(len, paths))
         counts = [len(path) + 1 for path in paths]
         self.cached.commit(counts, None if straight else judged.path[:, :longest], judged.n + 1)
-        return round
 
 
 def _on_path(layers: tuple[Tensor, ...], verdict: Verdict) -> tuple[Tensor, ...]:
