@@ -44,7 +44,6 @@ __all__ = [
     "gumbel_noise",
     "gumbel_pick",
     "has_doubles",
-    "match_ngrams",
     "match_tree",
     "move_slots",
     "pass_mask",
@@ -201,7 +200,6 @@ draw = _door(reference.draw)
 gumbel_draw = _door(reference.gumbel_draw)
 gumbel_noise = _door(reference.gumbel_noise)
 gumbel_pick = _door(reference_rows.gumbel_pick, "triton_gumbel")
-match_ngrams = _door(reference_slots.match_ngrams, "triton_slots")
 match_tree = _door(reference_walks.match_tree, "triton_walks")
 move_slots = _door(reference_slots.move_slots, "triton_slots")
 pass_mask = _door(reference_slots.pass_mask)

@@ -1,11 +1,11 @@
-"""The definition of the cache kernels: moving slots, building tree masks, looking up n-grams. Plain torch."""
+"""The definition of the cache kernels: moving slots, building masks. Plain torch."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-__all__ = ["match_ngrams", "move_slots", "pass_mask", "tree_mask"]
+__all__ = ["move_slots", "pass_mask", "tree_mask"]
 
 
 def move_slots(buffers: list[Tensor], source: Tensor, destination: Tensor) -> None:
@@ -93,35 +93,6 @@ def _written(lengths: Tensor, inside: Tensor, capacity: int, view: int) -> tuple
     seen = inside.expand(rows, -1, -1).gather(2, column) & (own >= 0)[:, None]
     seen |= ((own < 0) & (index >= 0))[:, None]
     return seen, index
-
-
-def match_ngrams(ids: Tensor, lengths: Tensor, max_ngram: int, min_ngram: int, count: int) -> tuple[Tensor, Tensor]:
-    """Copy what followed the latest earlier occurrence of the longest suffix of each row.
-
-    Suffixes of ``max_ngram`` down to ``min_ngram`` tokens are looked for; past the end of the text the copy goes on
-    with what it has copied.
-
-    Shapes: ``ids (B, L)`` int64, row b's text is its first ``lengths[b]``. Returns: ``tokens (B, count)`` int64 and
-    ``n (B)`` int64: ``count``, or 0 (and zeros) where nothing was found.
-    Source: Saxena 2023, "Prompt lookup decoding".
-    """
-    rows, width = ids.shape
-    if not width:
-        return ids.new_zeros(rows, count), torch.zeros_like(lengths)
-    place = torch.arange(width, device=ids.device)
-    matched = torch.zeros(rows, width, dtype=torch.long, device=ids.device)
-    alive = (place > 0) & (place < lengths[:, None])  # an occurrence counts when something follows it, at ``place``
-    for back in range(1, max_ngram + 1):
-        wanted = ids.gather(1, (lengths[:, None] - back).clamp(min=0))
-        alive = alive & (place >= back) & (ids.roll(back, 1) == wanted)
-        matched += alive
-    score = (matched * (matched >= min_ngram) * width + place).amax(1, keepdim=True)  # the longest, then the latest
-    found = score >= width
-    start = score % width
-    period = (lengths[:, None] - start).clamp(min=1)
-    copied = start + torch.arange(count, device=ids.device) % period
-    tokens = ids.gather(1, copied.clamp(max=width - 1)).masked_fill(~found, 0)
-    return tokens, found.squeeze(1) * torch.full_like(lengths, count)
 
 
 def _ancestors(parents: Tensor) -> Tensor:
