@@ -40,9 +40,9 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[PreTrainedModel, str]]:
     seen: list[tuple[PreTrainedModel, str]] = []
     genuine = SpeculativeDecoding._run
 
-    def run(self: SpeculativeDecoding, drafter, target, sequences, log):
-        seen.append((target.cached.model, type(drafter).__name__))
-        return genuine(self, drafter, target, sequences, log)
+    def run(self: SpeculativeDecoding, target, sequences, log):
+        seen.append((target.cached.model, type(self.drafter).__name__))
+        return genuine(self, target, sequences, log)
 
     monkeypatch.setattr(SpeculativeDecoding, "_run", run)
     return seen

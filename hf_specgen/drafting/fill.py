@@ -18,7 +18,7 @@ from torch import Tensor
 from hf_specgen.drafting.drafter import Call, Session
 from hf_specgen.drafting.growth import Growth
 from hf_specgen.drafting.lengths import DraftSettings, FixedPlan
-from hf_specgen.drafting.shapes import ABSENT, DynamicShape
+from hf_specgen.drafting.shapes import ABSENT, DynamicShape, in_target_ids
 from hf_specgen.round.coins import Coins
 from hf_specgen.round.records import DenseQ, Draft, Round, Tree, spread
 
@@ -289,11 +289,7 @@ class _Filling:
                 self.wanted[row] = min(self.wanted[row], self.depth - 1)
 
     def _in_target_ids(self, picks: Tensor) -> Tensor:
-        """Return the target's ids of the drafter's; absent tokens stay absent."""
-        ids = self.model.target_ids
-        if ids is None:
-            return picks
-        return ids[picks.clamp(min=0)].masked_fill(picks == ABSENT, ABSENT)
+        return in_target_ids(picks, self.model.target_ids)
 
     def _over_target(self, scores: Tensor) -> Tensor:
         """Return scores over the target's ids: those that the drafter lacks are impossible for it."""

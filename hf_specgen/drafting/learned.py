@@ -26,7 +26,7 @@ from hf_specgen.checkpoints.formats.shortlist import shortened
 from hf_specgen.checkpoints.opening import Opened, Report, open_checkpoint
 from hf_specgen.drafting.borrowed import TargetParts
 from hf_specgen.drafting.drafter import Drafter, Reads, missing
-from hf_specgen.drafting.shapes import StaticShape, parse_shape
+from hf_specgen.drafting.shapes import StaticShape, in_target_ids, parse_shape
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError, reason_of
 from hf_specgen.models.facts import TargetFacts, holds_numbers
 from hf_specgen.models.wrappers import bare, input_device
@@ -116,7 +116,12 @@ class LearnedDrafter(PreTrainedModel, Drafter):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave targets out: copies and pickles of a drafter never hold them, they borrow again when they draft."""
-        return {**self.__dict__, "_parts": None, "_borrowed": WeakKeyDictionary()}
+        return {**self.__dict__, "_parts": None, "_borrowed": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Borrow nothing yet."""
+        super().__setstate__(state)
+        self._borrowed = WeakKeyDictionary()
 
     @property
     def parts(self) -> TargetParts:
@@ -138,6 +143,10 @@ class LearnedDrafter(PreTrainedModel, Drafter):
         """Return the target's id of each of the drafter's ids ``(V_draft)``, None when they are the same."""
         offsets = self._buffers.get("d2t")
         return None if offsets is None else offsets + torch.arange(len(offsets), device=offsets.device)
+
+    def to_target(self, picks: Tensor) -> Tensor:
+        """Return the target's ids of the drafter's; absent ones stay absent."""
+        return in_target_ids(picks, self.target_ids)
 
     def get_input_embeddings(self) -> None:
         """Return None: sharding must leave the embedding with the whole, which reads its weight."""

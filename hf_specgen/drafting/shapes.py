@@ -331,3 +331,10 @@ def _top_of_strips(rows: Tensor, k: int) -> Tensor:
     tail = torch.arange(full * _STRIP, rows.shape[-1]).expand(len(rows), -1)
     ids = torch.cat([ids, tail], 1)
     return ids.gather(1, rows.gather(1, ids).topk(k, -1).indices)
+
+
+def in_target_ids(picks: Tensor, target_ids: Tensor | None) -> Tensor:
+    """Return the target's ids of a drafter's ``picks``; ``ABSENT`` stays. ``target_ids`` None: the ids are the same."""
+    if target_ids is None:
+        return picks
+    return target_ids[picks.clamp(min=0)].masked_fill(picks == ABSENT, ABSENT)

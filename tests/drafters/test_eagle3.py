@@ -102,7 +102,7 @@ def test_default_boundaries_follow_the_target() -> None:
     assert drafter.hidden_layers == ()
     expected = plain(model, ids, mask)
     assert torch.equal(ours(model, drafter, ids, mask), expected)
-    assert drafter.hidden_layers == (2, 4, 5)
+    assert drafter.reads(model).hidden == (2, 4, 5)
     known = drafter_of("eagle3", aux_layer_boundaries=[], target={"num_layers": 36})
     assert known.hidden_layers == (2, 18, 33)
     watch = Steered(drafter_of("eagle3", aux_layer_boundaries=[], **SHAPES["static"]), texts_of(expected, mask))

@@ -27,6 +27,7 @@ from hf_specgen import (
     stock_candidates,
 )
 from hf_specgen.drafters import with_lookup
+from hf_specgen.drafters.prompt_lookup import LookupSession
 from hf_specgen.drafting.copier import Continuations
 from hf_specgen.drafting.lengths import DraftLength, Pace
 from hf_specgen.round.costs import Rate
@@ -137,6 +138,11 @@ def test_medusa_reads_the_newest_state() -> None:
 class Never(PromptLookup):
     """Find something in every row and round, and always the wrong thing."""
 
+    def begin(self, call):
+        return NeverRight(self, call)
+
+
+class NeverRight(LookupSession):
     def _search(self, row: int, bound: int) -> Continuations:
         found = super()._search(row, bound)
         newest = self._rows[row].tokens[-1]  # no target below repeats a token

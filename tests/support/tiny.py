@@ -17,6 +17,7 @@ from hf_specgen import (
     Call,
     Draft,
     Drafter,
+    LearnedDrafter,
     PromptLookup,
     Reads,
     Round,
@@ -252,6 +253,8 @@ class Watch(Handmade):
 
     def on_begin(self, sequences) -> None:
         self.rounds: list[Round] = []
+        if isinstance(self.inner, LearnedDrafter):  # tests compute with it afterwards
+            self.inner.attach(self.call.target.model)
         self.session = self.inner.begin(self.call)
 
     def on_propose(self, sequences) -> Draft:
