@@ -28,6 +28,7 @@ class FixedShapes:
     ``capture`` receives the step of a pass and returns what runs instead of it, for instance
     ``functools.partial(torch.compile, fullgraph=True)``.
 
+    A compiler with ``fullgraph=True`` refuses passes of drafters that read hidden states: their hooks are Python.
     Padding never changes a text: what is added is seen by nobody and overwritten by the next pass.
     """
 
