@@ -122,16 +122,7 @@ class SpeculativeDecoding:
         log = OutputLog(generation_config, len(sequences))
         sequences.score_log = log.scores
         check_lossy(sequences.rule, self.drafter.draws and not sequences.greedy, warp.takes_any_text)
-        reads = self.drafter.reads(model)
-        target = Target(
-            model,
-            sequences,
-            reads.hidden,
-            reads.guesses,
-            log.hidden is not None,
-            generation_config.prefill_chunk_size,
-            self.shapes,
-        )
+        target = self._target(model, sequences, log, generation_config.prefill_chunk_size)
         stats = self._statistics(sequences)
         with stats.timed("draft"):
             session = self.drafter.begin(Call(sequences, TargetView(target.cached.model, target.cached.cache)))
@@ -171,6 +162,21 @@ class SpeculativeDecoding:
                 stats.add(round, sequences.append(round))
             with stats.timed("draft"):
                 session.observe(round)
+
+    def _target(
+        self, model: PreTrainedModel, sequences: Sequences, log: OutputLog, prefill_chunk: int | None
+    ) -> Target:
+        """Return the model over an empty cache, its passes read as the drafter and the caller asked."""
+        reads = self.drafter.reads(model)
+        return Target(
+            model,
+            sequences,
+            reads.hidden,
+            reads.guesses,
+            log.hidden is not None,
+            prefill_chunk,
+            self.shapes,
+        )
 
     def _statistics(self, sequences: Sequences) -> AcceptanceStats:
         """Return empty statistics of a call."""
