@@ -175,7 +175,8 @@ def read_rows(options: TrainOptions, args: DrafterTrainingArguments, tokenizer: 
         if options.limit is not None:
             data = data.take(options.limit) if streams else data.select(range(min(options.limit, len(data))))
         splits = bool(options.eval_data is None and options.eval_rows and not streams and len(data) > 1)
-        rows, held_out = prepare_dataset(data, tokenizer, apart if splits else settings), None
+        rows = prepare_dataset(data, tokenizer, apart if splits else settings)
+        held_out = None
         if options.eval_data is not None and options.eval_rows:
             held_out = load_data(options.eval_data, options.eval_split)
             held_out = held_out.select(range(min(options.eval_rows, len(held_out))))

@@ -92,14 +92,9 @@ def with_lent(found: Checkpoint, wanted: tuple[str, ...], target: str | None) ->
     Without ``--target`` the target is the one that the drafter names, if its files can be had: the layout says what
     follows where they cannot.
     """
-    from hf_specgen.checkpoints.formats.lent import lent_by
+    from hf_specgen.checkpoints.formats.lent import is_made_for, lent_by
     from hf_specgen.checkpoints.opening import open_source
     from hf_specgen.cli.session import note
-<<<<<<< HEAD
-=======
-    from hf_specgen.formats.lent import is_made_for, lent_by
-    from hf_specgen.hub import open_source
->>>>>>> rev2
 
     name = target or str(found.config.target.get("name") or "")
     if not wanted or not name:

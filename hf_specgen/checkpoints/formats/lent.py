@@ -8,13 +8,9 @@ from torch import Tensor
 
 from hf_specgen.checkpoints.config import DrafterConfig
 from hf_specgen.checkpoints.formats.base import Source
+from hf_specgen.checkpoints.formats.shared import FLOATS
 from hf_specgen.errors import IncompatibleDrafter
-<<<<<<< HEAD:hf_specgen/checkpoints/formats/lent.py
-=======
-from hf_specgen.facts import fingerprint_of
-from hf_specgen.formats.base import Source
-from hf_specgen.formats.shared import FLOATS
->>>>>>> rev2:hf_specgen/formats/lent.py
+from hf_specgen.models.facts import fingerprint_of
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 _NAMES = {
