@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from law import enumerate_law, p_value
 from oracle import drafter_from, eagle3_oracle, eagle_oracle, medusa_oracle, oracle_target
-from tiny import Keep, Watch, assert_ran, build, disturbed, drafter_of, garbled, plain, prompts, some, texts_of, tiny
+from tiny import (
+    Keep,
+    Watch,
+    assert_ran,
+    build,
+    disturbed,
+    drafter_of,
+    few,
+    garbled,
+    plain,
+    prompts,
+    some,
+    texts_of,
+    tiny,
+)
 from transformers import GenerationConfig
 from transformers.generation import CandidateGenerator
 
@@ -166,8 +182,7 @@ def draw(model, prompt, drafter: Drafter, count: int) -> tuple[torch.Tensor, lis
     return torch.stack(texts), calls
 
 
-@pytest.mark.parametrize("sample", [False, True])
-@pytest.mark.parametrize("count", [150, pytest.param(1500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("count", "sample"), few(product((150, 1500), (False, True)), (150, True)))
 def test_the_law_of_sampling(count: int, sample: bool, four) -> None:
     """Picked drafts: stock draws its own tokens and compares. Drawn ones come with the law they were drawn from."""
     model, prompt, law = four

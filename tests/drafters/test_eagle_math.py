@@ -14,7 +14,7 @@ import pytest
 import torch
 from draft_math import EagleMath, MedusaMath, Path, Rollout, dynamic_paths, static_paths, streams
 from fitted import fitted
-from tiny import Watch, ours, plain, prompts, texts_of, tiny
+from tiny import Watch, few, ours, plain, prompts, texts_of, tiny
 
 from hf_specgen import Draft, Round
 from hf_specgen.drafting.learned import LearnedDrafter
@@ -190,7 +190,7 @@ SAMPLED = [
 ]
 
 
-@pytest.mark.parametrize(("method", "name", "shape"), SAMPLED)
+@pytest.mark.parametrize(("method", "name", "shape"), few(SAMPLED, SAMPLED[1], SAMPLED[3], SAMPLED[6], SAMPLED[8]))
 def test_the_laws_that_drawn_drafts_carry(method: str, name: str, shape: str, model) -> None:
     ids, mask = prompts([3, 7])
     texts = texts_of(plain(model, ids, mask, max_new_tokens=BUDGET), mask)

@@ -61,8 +61,8 @@ def sampled(method: str, model, shape: str, **settings: object) -> Watch:
     [
         *[(method, "static", "rejection") for method in METHODS],
         ("medusa", "chain", "block"),
-        ("eagle", "chain", "rejection"),
         ("eagle3", "chain", "block"),
+        pytest.param("eagle", "chain", "rejection", marks=pytest.mark.slow),
         pytest.param("medusa", "chain", "rejection", marks=pytest.mark.slow),
         pytest.param("eagle", "chain", "block", marks=pytest.mark.slow),
         pytest.param("eagle3", "chain", "rejection", marks=pytest.mark.slow),
