@@ -24,7 +24,6 @@ from tiny import (
     some,
     texts_of,
     tiny,
-    with_learned,
 )
 
 from hf_specgen import Draft, Drafter, PromptLookup, Round, SmallModel, SpeculativeDecoding
@@ -107,7 +106,7 @@ def test_c10_ragged_batch(kind: str, target, ends: dict) -> None:
         assert len(rounds) - 1 == result.speculation.num_forwards == max(single)
 
 
-@pytest.mark.parametrize("kind", with_learned(OWN))
+@pytest.mark.parametrize("kind", few(KINDS, "sampled", "lookup", "tree", "eagle dynamic"))
 def test_c10_permuted_rows_give_permuted_text(kind: str, target, ends: dict) -> None:
     ids, mask = prompts(SHORT)
     texts = texts_of(plain(target, ids, mask), mask)
@@ -118,7 +117,7 @@ def test_c10_permuted_rows_give_permuted_text(kind: str, target, ends: dict) -> 
     assert watch.longest >= 2
 
 
-@pytest.mark.parametrize("kind", with_learned(OWN))
+@pytest.mark.parametrize("kind", few(KINDS, "small", "branches", "tree", "eagle dynamic"))
 def test_c10_a_finished_row_never_changes(kind: str, target, ends: dict) -> None:
     """Neither its text nor its cached length, while the others go on."""
     ids, mask = prompts(SHORT)

@@ -68,10 +68,9 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
 EAGER_TOO = {"llama", "gemma3_text", "mixtral"}
 ALIKE = {"qwen2", "qwen3", "phi3", "olmo2", "smollm3", "qwen3_moe"}
 FAST = [
-    pytest.param(
-        family, impl, marks=pytest.mark.slow if impl != FAMILIES[family][2][0] and family not in EAGER_TOO else ()
-    )
+    (family, impl, 4)
     for family, impl in CASES
+    if family not in ALIKE and (impl == FAMILIES[family][2][0] or family in EAGER_TOO)
 ]
 
 
@@ -118,11 +117,15 @@ def check_all_drafters(model, rows: int) -> None:
     assert torch.equal(ours(model, PromptLookup(), ids, mask, max_new_tokens=TOKENS), expected), "default settings"
 
 
-@pytest.mark.parametrize(("family", "impl"), FAST)
-def test_greedy_text_is_plain(family: str, impl: str, packed: list, wraps: set[str]) -> None:
+@pytest.mark.parametrize(
+    ("family", "impl", "rows"),
+    few(
+        [(*case, rows) for case in CASES for rows in BATCHES], *FAST, ("llama", "sdpa", 1), ("gemma3_text", "eager", 1)
+    ),
+)
+def test_greedy_text_is_plain(family: str, impl: str, rows: int, packed: list, wraps: set[str]) -> None:
     model = build(family, impl)
-    for rows in BATCHES:
-        check_all_drafters(model, rows)
+    check_all_drafters(model, rows)
     assert bool(packed) == (family in (GROUPED if impl == "sdpa" else EAGER_ONLY))
     assert bool(wraps) == (family in WINDOWED)
     assert model.config._attn_implementation == impl

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+from itertools import product
 
 import pytest
 import torch
@@ -204,7 +205,13 @@ def test_processors_that_reorder_tokens_are_asked_when_drafting() -> None:
             assert found and ("bad_words_ids" not in settings or not found & set(range(1, 50)))
 
 
-@pytest.mark.parametrize(("method", "shape", "rule"), some(METHODS, SHAPES, ("rejection", "gumbel")))
+@pytest.mark.parametrize(
+    ("method", "shape", "rule"),
+    few(
+        product(METHODS, SHAPES, ("rejection", "gumbel")),
+        *(("eagle", "static", "gumbel"), ("eagle3", "chain", "rejection"), ("eagle3", "dynamic", "gumbel")),
+    ),
+)
 def test_the_text_of_the_seed(method: str, shape: str, rule: str) -> None:
     """Deterministic drafts never change it; a row alone, permuted or in company writes the same."""
     model = build("llama").double()  # in float32 a coin on a boundary of two laws would follow the batch's shape

@@ -10,7 +10,7 @@ import torch
 from fitted import untrained
 from law import enumerate_law, p_value
 from learned_law_cases import SETTINGS, SHAPES, draw, model_of, prompt
-from tiny import Watch, some
+from tiny import Watch, few, some
 
 from hf_specgen import DenseQ, Draft, SpecGenError, SpeculativeDecoding
 
@@ -81,9 +81,13 @@ def test_sampled_drafts(method: str, shape: str, rule: str, four) -> None:
 
 @pytest.mark.parametrize(
     ("drafter", "name"),
-    some(
-        (("medusa", "chain"), ("medusa", "static"), ("eagle", "static"), ("eagle3", "static")),
-        ("temperature, top-k", "top-p, repetition"),
+    few(
+        product(
+            (("medusa", "chain"), ("medusa", "static"), ("eagle", "static"), ("eagle3", "static")),
+            ("temperature, top-k", "top-p, repetition"),
+        ),
+        (("medusa", "static"), "temperature, top-k"),
+        (("eagle3", "static"), "top-p, repetition"),
     ),
 )
 def test_sampled_drafts_under_processors(name: str, drafter: tuple[str, str], eight) -> None:
