@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from law import enumerate_law, p_value
-from tiny import Handmade, RandomTree, Watch, disturbed, some, tiny
+from tiny import Handmade, RandomTree, Watch, disturbed, few, some, tiny
 
 import hf_specgen.round.verify
 from hf_specgen import DenseQ, Draft, Drafter, PromptLookup, SmallModel, SparseQ, SpeculativeDecoding, Tree
@@ -65,9 +65,7 @@ def draw(
     return torch.cat(found)
 
 
-@pytest.mark.parametrize(
-    "name", ["plain", "top-p, repetition", *(pytest.param(n, marks=pytest.mark.slow) for n in list(SETTINGS)[1::2])]
-)
+@pytest.mark.parametrize("name", few(("plain", "top-p, repetition", *list(SETTINGS)[1::2]), "top-p, repetition"))
 def test_deterministic_drafts(name: str, eight) -> None:
     settings, count = SETTINGS[name]
     law = enumerate_law(eight, prompt(8), do_sample=True, **settings)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
-from tiny import Watch, assert_ran, build, disturbed, drafter_of, plain, prompts, some, texts_of, tiny
+from tiny import Watch, assert_ran, build, disturbed, drafter_of, few, plain, prompts, some, texts_of, tiny
 
 import hf_specgen.ops
 from hf_specgen import PromptLookup, SmallModel, SpecGenError, SpeculativeDecoding, enable
@@ -37,7 +39,7 @@ def sample(model, drafter, ids, mask=None, rule: str = "rejection", **settings) 
     return plain(model, ids, mask, do_sample=True, custom_generate=SpeculativeDecoding(drafter, rule), **settings)
 
 
-@pytest.mark.parametrize(("name", "rows"), some(WARPERS, (4, 1)))
+@pytest.mark.parametrize(("name", "rows"), few(product(WARPERS, (4, 1)), ("top-p", 4), ("history", 4), ("top-k", 1)))
 def test_any_drafter_gives_the_text_of_the_seed(name: str, rows: int, target) -> None:
     ids, mask = prompts(ROWS if rows == 4 else [12])
     settings = {"seed": 5, **WARPERS[name]}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from law import enumerate_law, p_value
@@ -14,6 +16,7 @@ from tiny import (
     build,
     disturbed,
     drafter_of,
+    few,
     garbled,
     plain,
     prompts,
@@ -180,8 +183,7 @@ def draw(model, prompt, drafter: Drafter, count: int) -> tuple[torch.Tensor, lis
     return torch.stack(texts), calls
 
 
-@pytest.mark.parametrize("sample", [False, True])
-@pytest.mark.parametrize("count", [150, pytest.param(1500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("count", "sample"), few(product((150, 1500), (False, True)), (150, True)))
 def test_the_law_of_sampling(count: int, sample: bool, four) -> None:
     """Picked drafts: stock draws its own tokens and compares. Drawn ones come with the law they were drawn from."""
     model, prompt, law = four

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+from itertools import product
 
 import pytest
 import torch
 from feature_cases import RAGGED, SHAPES, Steered, config_of, drafter_of, rollout, run_pairs, true_features
 from oracle import drafter_from, eagle3_oracle, eagle_oracle, oracle_target
-from tiny import Watch, build, ours, plain, prompts, some, texts_of, tiny
+from tiny import Watch, build, few, ours, plain, prompts, some, texts_of, tiny
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from hf_specgen import Costs, IncompatibleDrafter, SpecGenError, SpeculativeDecoding
@@ -205,7 +206,13 @@ def test_processors_that_reorder_tokens_are_asked_when_drafting() -> None:
             assert found and ("bad_words_ids" not in settings or not found & set(range(1, 50)))
 
 
-@pytest.mark.parametrize(("method", "shape", "rule"), some(METHODS, SHAPES, ("rejection", "gumbel")))
+@pytest.mark.parametrize(
+    ("method", "shape", "rule"),
+    few(
+        product(METHODS, SHAPES, ("rejection", "gumbel")),
+        *(("eagle", "static", "gumbel"), ("eagle3", "chain", "rejection"), ("eagle3", "dynamic", "gumbel")),
+    ),
+)
 def test_the_text_of_the_seed(method: str, shape: str, rule: str) -> None:
     """Deterministic drafts never change it; a row alone, permuted or in company writes the same."""
     model = build("llama").double()  # in float32 a coin on a boundary of two laws would follow the batch's shape
@@ -228,7 +235,7 @@ def test_the_text_of_the_seed(method: str, shape: str, rule: str) -> None:
     assert all(round.draft.q is None for round in watch.rounds)
 
 
-@pytest.mark.parametrize("shape", ["chain", "static"])
+@pytest.mark.parametrize("shape", few(("chain", "static"), "static"))
 def test_drawn_drafts_do_not_look_at_their_neighbours(shape: str) -> None:
     model = build("llama").double()
     ids, mask = prompts(RAGGED)
@@ -248,7 +255,7 @@ def test_drawn_drafts_do_not_look_at_their_neighbours(shape: str) -> None:
     assert [write([row])[0] for row in range(4)] == together
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", few(SHAPES, "dynamic"))
 def test_a_call_leaves_nothing_behind(shape: str) -> None:
     model = tiny()
     ids, mask = prompts([9, 14])
@@ -301,7 +308,7 @@ def _sequences(model, ids):
     return kept[0]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", few(METHODS, "eagle3"))
 def test_dtypes_may_differ(method: str) -> None:
     target = oracle_target("delay")
     write = eagle_oracle if method == "eagle" else eagle3_oracle

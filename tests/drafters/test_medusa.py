@@ -10,7 +10,7 @@ import random
 import pytest
 import torch
 from support_medusa import final_states, fitted, medusa_buffers, published_loop
-from tiny import Watch, build, garbled, ours, plain, prompts, texts_of, tiny
+from tiny import Watch, build, few, garbled, ours, plain, prompts, some, texts_of, tiny
 from torch import Tensor
 
 from hf_specgen import Costs, IncompatibleDrafter, Round, SpecGenError
@@ -62,8 +62,7 @@ class Follow(Watch):
                 self.compared += 1
 
 
-@pytest.mark.parametrize("lengths", [[12], [1], RAGGED])
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize(("tree", "lengths"), some(TREES, (RAGGED, [12], [1])))
 def test_greedy_text_is_plain(tree: str, lengths: list[int], target) -> None:
     ids, mask, expected = written(target, lengths)
     texts = texts_of(expected, mask)  # and others, so that heads are wrong at times
@@ -76,7 +75,7 @@ def test_greedy_text_is_plain(tree: str, lengths: list[int], target) -> None:
     assert tree == "chain" or watch.off_spine > 0
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "gpt_oss", "mistral", "gpt2"])
+@pytest.mark.parametrize("family", few(("qwen3", "gemma3_text", "gpt_oss", "mistral", "gpt2"), "gemma3_text", "gpt2"))
 def test_greedy_text_is_plain_for_other_families(family: str) -> None:
     model = build(family, "eager" if family == "gpt_oss" else "sdpa")
     ids, mask, expected = written(model, RAGGED, 24)
@@ -95,7 +94,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", few(KINDS, "no blocks", "shared head", "some ids"))
 def test_every_kind_of_head(kind: str, target) -> None:
     ids, mask, expected = written(target, RAGGED)
     for tree in TREES.values():
@@ -201,7 +200,7 @@ def ranked(states: Tensor, order: list[int], vocab: int = 64) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("tree", few(TREES, "chain", "dynamic"))
 def test_pads_of_ragged_drafts_are_absent(tree: str, target) -> None:
     """Rows near their end draft less than their neighbours; what stands behind their nodes is no token."""
     ids, mask, expected = written(target, RAGGED)
@@ -394,8 +393,7 @@ def test_copies_and_pickles_hold_no_target_and_no_text(target) -> None:
     assert not any(parameter is target.lm_head.weight for parameter in drafter.parameters())
 
 
-@pytest.mark.parametrize("heads", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("own_head", [True, False])
+@pytest.mark.parametrize(("heads", "own_head"), some((torch.bfloat16, torch.float32), (True, False)))
 def test_bfloat16(heads: torch.dtype, own_head: bool) -> None:
     """Every token is the best of a fresh reading, or within rounding of it."""
     model = tiny().to(torch.bfloat16)

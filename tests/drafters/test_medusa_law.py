@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from law import enumerate_law, p_value
 from support_medusa import fitted
-from tiny import Watch, ours, plain, prompts, some, texts_of, tiny
+from tiny import Watch, few, ours, plain, prompts, some, texts_of, tiny
 from transformers import LogitsProcessorList
 
 from hf_specgen import DenseQ, SpeculativeDecoding
@@ -78,7 +80,13 @@ def test_drawn_drafts_keep_the_law(shape: str, rule: str, six) -> None:
     assert p_value(draws, law, 6) > ENOUGH
 
 
-@pytest.mark.parametrize(("shape", "name"), some(SHAPES, ("temperature, top-k", "top-p, repetition")))
+@pytest.mark.parametrize(
+    ("shape", "name"),
+    few(
+        product(SHAPES, ("temperature, top-k", "top-p, repetition")),
+        ("static", "top-p, repetition"),
+    ),
+)
 def test_drawn_drafts_keep_the_law_under_processors(shape: str, name: str, six) -> None:
     settings = SETTINGS[name]
     law = enumerate_law(six, prompt(), NEW, do_sample=True, **settings)
@@ -95,7 +103,7 @@ class FlatQ(DenseQ):
         super().__init__(torch.zeros_like(logits))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", few(SHAPES, "static"))
 def test_the_test_sees_a_law_that_was_not_drawn_from(shape: str, six, monkeypatch) -> None:
     """Negative control: q of the unprocessed heads, while tokens come from the processed ones."""
     settings = SETTINGS["temperature, top-k"]

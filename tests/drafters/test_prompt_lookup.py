@@ -267,8 +267,7 @@ def no_repeats_that_are_right(length: int) -> list[int]:
     return text
 
 
-@pytest.mark.parametrize("costs", [CPU_FLOAT32, Costs.default(CPU, torch.bfloat16)])
-@pytest.mark.parametrize("branches", [1, 2])
+@pytest.mark.parametrize(("costs", "branches"), some((CPU_FLOAT32, Costs.default(CPU, torch.bfloat16)), (1, 2)))
 def test_adaptive_proposes_nothing_where_it_does_not_pay(costs: Costs, branches: int) -> None:
     text = no_repeats_that_are_right(400)
     drafter = PromptLookup(branches=branches)

@@ -11,7 +11,7 @@ from feature_cases import drafter_of as random_eagle
 from fitted import fitted, untrained
 from lookup_cases import CHEAP, Kept
 from oracle import drafter_from, eagle3_oracle, eagle_oracle, medusa_oracle, oracle_target
-from tiny import Watch, build, disturbed, garbled, ours, plain, prompts, texts_of, tiny
+from tiny import Watch, build, disturbed, few, garbled, ours, plain, prompts, some, texts_of, tiny
 
 from hf_specgen import (
     Costs,
@@ -44,6 +44,9 @@ INNER: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
+READ = [("eagle", {"tree": "chain"}), ("eagle3", DYNAMIC), ("eagle3, window, two layers", {"tree": "chain"})]
+
+
 def inner_of(name: str, model, texts: list[list[int]], **more: object) -> Drafter:
     method, settings = INNER[name]
     if method == "small":
@@ -59,7 +62,7 @@ def lookup_of(texts: list[list[int]], keep: int, **settings: object) -> PromptLo
     return PromptLookup(corpus=parts, min_ngram=2, costs=CHEAP, **settings)
 
 
-@pytest.mark.parametrize("name", INNER)
+@pytest.mark.parametrize("name", few(INNER, "eagle3, dynamic", "medusa, chain", "small"))
 def test_greedy_text_is_plain_and_both_draft(name: str) -> None:
     model = tiny()
     ids, mask = prompts(RAGGED)
@@ -76,7 +79,7 @@ def test_greedy_text_is_plain_and_both_draft(name: str) -> None:
             assert watch.longest >= 3
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
+@pytest.mark.parametrize("family", few(("mistral", "gemma3_text"), "gemma3_text"))
 def test_other_targets(family: str) -> None:
     model, (ids, mask) = build(family), prompts(RAGGED)
     expected = plain(model, ids, mask, max_new_tokens=50)
@@ -90,10 +93,12 @@ def test_other_targets(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"),
-    [("eagle", {"tree": "chain"}), ("eagle3", DYNAMIC), ("eagle3, window, two layers", {"tree": "chain"})],
+    ("name", "shape", "most"),
+    few(
+        [(*case, most) for case in READ for most in (256, 5)],
+        *((*READ[0], 256), (*READ[1], 5), (*READ[2], 256)),
+    ),
 )
-@pytest.mark.parametrize("most", [256, 5])
 def test_an_eagle_cache_holds_what_a_fresh_reading_gives(name: str, shape, most: int, monkeypatch) -> None:
     """Hidden states of rounds that copied are fed when it drafts again, or, when too many wait, before that."""
     monkeypatch.setattr("hf_specgen.drafting.features._MOST_PENDING", most)
@@ -109,7 +114,7 @@ def test_an_eagle_cache_holds_what_a_fresh_reading_gives(name: str, shape, most:
     assert max(len(path) for round in watch.rounds for path in round.paths) > 5, "long copies were accepted"
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("family", few(("llama", "mistral"), "mistral"))
 def test_a_small_models_cache_holds_what_a_fresh_reading_gives(family: str) -> None:
     model, (ids, mask) = build(family), prompts(RAGGED)
     expected = plain(model, ids, mask, max_new_tokens=60)
@@ -169,8 +174,7 @@ def missed(watch: Kept, copied: bool) -> int:
     )
 
 
-@pytest.mark.parametrize("shape", [CHAIN, DYNAMIC])
-@pytest.mark.parametrize("method", ["medusa", "eagle", "eagle3"])
+@pytest.mark.parametrize(("method", "shape"), some(("medusa", "eagle", "eagle3"), (CHAIN, DYNAMIC)))
 def test_a_lookup_that_is_always_wrong_costs_the_other_nothing(method: str, shape) -> None:
     target = oracle_target("successor")
     ids = torch.tensor([[3, 5], [2, 9], [1, 1], [7, 4]])

@@ -9,7 +9,7 @@ import torch
 from fitted import untrained
 from law import enumerate_law, p_value
 from lookup_cases import CHEAP, Kept
-from tiny import disturbed, tiny
+from tiny import disturbed, few, some, tiny
 
 from hf_specgen import (
     DenseQ,
@@ -140,7 +140,7 @@ def test_a_wrong_law_of_copies_is_noticed(shape: str, rule: str, four) -> None:
     assert p_value(draws, law, 4) < ENOUGH
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("rule", few(("rejection", "block"), "block"))
 def test_ids_that_no_law_can_name_are_not_offered(rule: str, eight) -> None:
     """A corpus of another tokenizer: its ids are copied as far as the target has them."""
     corpus = [
@@ -155,8 +155,7 @@ def test_ids_that_no_law_can_name_are_not_offered(rule: str, eight) -> None:
         assert any(bool((part > 7).any() or (part < 0).any()) for part in tokens) and watch.row_rounds(True)
 
 
-@pytest.mark.parametrize("sample", [True, False])
-@pytest.mark.parametrize("kind", ["eagle", "small"])
+@pytest.mark.parametrize(("kind", "sample"), some(("eagle", "small"), (True, False)))
 def test_a_row_writes_what_it_writes_alone(kind: str, sample: bool, eight) -> None:
     ids = torch.randint(1, 8, (3, 5), generator=torch.Generator().manual_seed(1))
     mask = torch.tensor([[1] * 5, [0, 0, 1, 1, 1], [0, 1, 1, 1, 1]])

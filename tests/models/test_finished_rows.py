@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from ragged_trees import RowBudget
-from tiny import RandomTree, Watch, build, disturbed, plain, prompts, some, texts_of
+from tiny import RandomTree, Watch, build, disturbed, few, plain, prompts, some, texts_of
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 from hf_specgen import Drafter, PromptLookup, SmallModel, SpeculativeDecoding
@@ -82,7 +82,7 @@ def test_text_is_plain_while_rows_leave(kind: str, family: str, budgets: list[in
     assert watch.longest >= 1 or (kind == "lookup" and budgets[0] == 1), "one short row may repeat nothing"
 
 
-@pytest.mark.parametrize("kind", ["none", "lookup", "small"])
+@pytest.mark.parametrize("kind", few(("none", "lookup", "small"), "small"))
 def test_sampled_rows_keep_their_coins_and_prefixes(kind: str) -> None:
     model = build("llama")
     ids, mask = prompts(LENGTHS)

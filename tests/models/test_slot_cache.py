@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import FAMILIES, build
+from tiny import FAMILIES, build, few
 from transformers import AutoConfig
 
 from hf_specgen import UnsupportedTarget, ops
@@ -286,7 +286,7 @@ def test_a_pass_asks_for_its_mask_and_moves_once_a_group() -> None:
     assert calls == {("tree_mask", "reference"): 2, ("move_slots", "reference"): 2}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", few(LAYOUTS, "both", "chunked"))
 def test_the_kernels_keep_the_same_texts(layout: str) -> None:
     """The comparison with lists again, masks and moves by Triton: the rings wrap and grow here too."""
     pytest.importorskip("triton")

@@ -336,6 +336,18 @@ def some(*axes: Collection[object], fast: Iterable[tuple[object, ...]] = ()) -> 
     return [case if case in chosen else pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
+def few(cases: Iterable[object], *fast: object) -> list[object]:
+    """Mark every case slow but those named; a name that no case has is an error."""
+    listed = list(cases)
+    if strangers := [case for case in fast if case not in listed]:
+        raise ValueError(f"no such cases: {strangers}")
+
+    def slow(case: object) -> object:
+        return pytest.param(*(case if isinstance(case, tuple) else [case]), marks=pytest.mark.slow)
+
+    return [case if case in fast else slow(case) for case in listed]
+
+
 def drafter_of(kind: str, model: PreTrainedModel, texts: list[list[int]], tokens: int = 4) -> Watch:
     """Build a drafter that is right often and wrong often; ``texts`` are the rows it will meet.
 
