@@ -415,7 +415,11 @@ class _Session:
         tokens = self._with_pads(torch.stack(best, 1)[rows, depths, ranks], n_valid)
         total = len(sequences)
         parents = self._spread(parents + 1, owners, total) - 1  # rows that draft nothing hang everything on the root
-        return Draft(self._spread(tokens, owners, total), Tree(parents), self._spread(n_valid, owners, total))
+        return Draft(
+            self._spread(tokens, owners, total),
+            Tree(parents, deepest=self._shape.depth),
+            self._spread(n_valid, owners, total),
+        )
 
     def _with_pads(self, tokens: Tensor, n_valid: Tensor) -> Tensor:
         """Mark the nodes behind a row's own as absent: a pad that is a token might be accepted."""

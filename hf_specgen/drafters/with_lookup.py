@@ -271,11 +271,20 @@ def _merged(copies: Draft, other: Draft, copied: list[bool], vocab: int) -> Draf
     tokens = chosen(copies.tokens, other.tokens, 0)
     tree = Tree.chain(width, device)
     if not (copies.tree.is_chain and other.tree.is_chain):  # unused places hang on the root
-        tree = Tree(chosen(copies.tree.parents, other.tree.parents, -1))
+        tree = Tree(
+            chosen(copies.tree.parents, other.tree.parents, -1),
+            deepest=_larger(copies.tree.deepest, other.tree.deepest),
+            widest=_larger(copies.tree.widest, other.tree.widest),
+        )
     n_valid = torch.where(marks, copies.n_valid, other.n_valid)
     rows = torch.tensor([row for row, copies in enumerate(copied) if copies], device=device)
     law = None if other.q is None else _with_copies(other.q, _known(tokens, vocab), rows, vocab)
     return Draft(tokens, tree, n_valid, law, other.without_replacement, other.broken)
+
+
+def _larger(first: int | None, second: int | None) -> int | None:
+    """Return the larger of two bounds, None where one is not known."""
+    return None if first is None or second is None else max(first, second)
 
 
 def _certain(tokens: Tensor, vocab: int) -> SparseQ:

@@ -24,7 +24,7 @@ from hf_specgen.errors import IncompatibleDrafter, SpecGenError
 from hf_specgen.models.facts import LAYER_OVERHEAD, TOKEN_OVERHEAD
 from hf_specgen.models.slot_cache import SlotCache
 from hf_specgen.round.costs import Costs, Rate
-from hf_specgen.round.records import DenseQ, Draft, Round, Tree, spread
+from hf_specgen.round.records import DenseQ, Draft, Round, spread
 from hf_specgen.round.sequences import Sequences
 
 _DEEPEST = 8
@@ -222,7 +222,8 @@ def _spread(draft: Draft, live: list[int], rows: int, per_row: bool) -> Draft:
     place = torch.tensor(live, device=draft.tokens.device)
     tree, q = draft.tree, draft.q
     if per_row:
-        tree = Tree(tree.parents.new_full((rows, len(tree)), -1).index_copy_(0, place, tree.parents))
+        spread_parents = tree.parents.new_full((rows, len(tree)), -1).index_copy_(0, place, tree.parents)
+        tree = replace(tree, parents=spread_parents)
     if isinstance(q, DenseQ):
         q = DenseQ(spread(q.logits, place, rows))
     tokens, n_valid = (spread(part, place, rows) for part in (draft.tokens, draft.n_valid))

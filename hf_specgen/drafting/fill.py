@@ -243,7 +243,12 @@ class Grower:
         if not nodes:
             return replace(Draft.empty(len(states), states.device), broken=no_numbers(peaks, states.device))
         ids, links, n_valid, _ = growth.finish(nodes, room)
-        return Draft(self.model.to_target(ids), Tree(links), n_valid, broken=no_numbers(peaks, states.device))
+        return Draft(
+            self.model.to_target(ids),
+            Tree(links, deepest=shape.depth),
+            n_valid,
+            broken=no_numbers(peaks, states.device),
+        )
 
     def _pick(self, shape: StaticShape, depth: int, scores: Tensor) -> Tensor:
         """Return the drafter's ids ``(R, n)`` of a level's nodes."""

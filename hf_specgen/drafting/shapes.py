@@ -155,7 +155,8 @@ class StaticShape:
         """Return the tree; keep it for all rounds of a call, since its mask is made once."""
         if self.is_chain:
             return Tree.chain(len(self), device)
-        return Tree(torch.tensor([self.parents], device=device))
+        parents = torch.tensor([self.parents], device=device)
+        return Tree(parents, deepest=self.max_depth, widest=max(self.ranks) + 1)
 
     def n_valid(self, room: Tensor) -> Tensor:
         """Return how many nodes lie within ``room (B)`` tokens."""
