@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 # Every use of randomness has its own stream: a coin that decides twice would bend the law.
-ACCEPT, SAMPLE, DRAFT, GUMBEL = 1, 2, 3, 4
+ACCEPT = 1
+SAMPLE = 2
+DRAFT = 3
+GUMBEL = 4
 
 _ROUNDS = 10
 _WORD = 0xFFFFFFFF
@@ -53,11 +56,15 @@ def _encrypt(
     A product may wrap modulo 2**64: both halves survive, but signed types need ``word`` to clear the upper one's sign.
     """
     for _ in range(_ROUNDS):
-        low, high = x0 * _MULTIPLIERS[0], x2 * _MULTIPLIERS[1]
+        low = x0 * _MULTIPLIERS[0]
+        high = x2 * _MULTIPLIERS[1]
         upper, lower = (high >> 32, low >> 32) if word is None else (high >> 32 & word, low >> 32 & word)
-        x0, x1 = upper ^ x1 ^ k0, high & _WORD
-        x2, x3 = lower ^ x3 ^ k1, low & _WORD
-        k0, k1 = k0 + _WEYL[0] & _WORD, k1 + _WEYL[1] & _WORD
+        x0 = upper ^ x1 ^ k0
+        x1 = high & _WORD
+        x2 = lower ^ x3 ^ k1
+        x3 = low & _WORD
+        k0 = k0 + _WEYL[0] & _WORD
+        k1 = k1 + _WEYL[1] & _WORD
     return x0, x1, x2, x3
 
 

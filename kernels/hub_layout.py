@@ -75,7 +75,8 @@ def lay_out(folder: Path) -> list[Path]:
 
     Returns: the builds' folders. Raises: ``ValueError`` for a source that would still reach into ``hf_specgen``.
     """
-    general, sources = settings(), _sources()
+    general = settings()
+    sources = _sources()
     name = general["name"]
     everything = "\0".join(f"{path}\0{text}" for path, text in sorted(sources.items()))
     unique = hashlib.sha256(everything.encode()).hexdigest()[:7]  # other sources, other operators

@@ -114,10 +114,13 @@ def accept_or_draw(
     """
     pair = _pair(logits, q_ids, q)
     accepted, choice, scale = _offer(pair, tokens, present, coins[:, :-1], without_replacement)
-    one, coin, invalid = torch.ones_like(scale), coins[:, -1], _is_broken(pair)
+    one = torch.ones_like(scale)
+    coin = coins[:, -1]
+    invalid = _is_broken(pair)
     if accepted.device.type != "cpu":  # a list of the rows that stop would wait for the device
         return accepted, choice, _draw_rest(pair, one, scale, coin)[0], invalid
-    token, (stop,) = torch.zeros_like(choice), (~accepted).nonzero(as_tuple=True)
+    token = torch.zeros_like(choice)
+    (stop,) = (~accepted).nonzero(as_tuple=True)
     if len(stop):
         token[stop], _ = _draw_rest(pair.rows(stop), one[stop], scale[stop], coin[stop])
     return accepted, choice, token, invalid
@@ -194,8 +197,10 @@ def _offer(
 
     noise = _noise(pair)
     scale = torch.zeros_like(p_child[:, 0])
-    mass, left = scale + 1, scale + 1
-    accepted, choice = torch.zeros_like(present[:, 0]), torch.zeros_like(tokens[:, 0])
+    mass = scale + 1
+    left = scale + 1
+    accepted = torch.zeros_like(present[:, 0])
+    choice = torch.zeros_like(tokens[:, 0])
     for k in range(tokens.shape[1]):
         q_k = q_child[:, k]
         p_k = _without_noise(p_child[:, k] - scale * q_k, p_child[:, k], noise)
@@ -205,7 +210,8 @@ def _offer(
         drawn = coins[:, k] * q_k * mass < p_k * room  # no division
         hit = offered & (p_k > 0) & (certain | drawn)
         miss = offered & ~hit
-        accepted, choice = accepted | hit, choice.masked_fill(hit, k)
+        accepted = accepted | hit
+        choice = choice.masked_fill(hit, k)
         scale = torch.where(miss, scale + mass / room, scale)
         if without_replacement:
             left = torch.where(miss, room - q_k, left)

@@ -17,7 +17,8 @@ from .reference import argmax, gumbel_draw
 
 __all__ = ["gumbel_pick", "row_draw", "row_stats"]
 
-CHUNK, STRIP = 8192, 128
+CHUNK = 8192
+STRIP = 128
 _FLOOR = -100.0  # a weight below 2**-100 of the largest is zero, as in the kernels
 
 
@@ -30,7 +31,8 @@ def row_stats(logits: Tensor, temperature: Tensor, strips: bool) -> tuple[Tensor
     greedy rows, -1 in sampled ones; ``strip_maxima (R, NS)``, or ``(R, 0)`` without ``strips``.
     """
     x = logits.double()
-    chunks, greedy = _cut(x, CHUNK), (temperature <= 0).unsqueeze(1)
+    chunks = _cut(x, CHUNK)
+    greedy = (temperature <= 0).unsqueeze(1)
     maxima, place = chunks.max(-1)
     anchor = torch.where(maxima == -math.inf, 0.0, maxima).unsqueeze(-1)
     sums = torch.exp2((chunks - anchor) * _scale(temperature).view(-1, 1, 1)).sum(-1)
@@ -71,7 +73,8 @@ def row_draw(  # noqa: PLR0913 - every setting is a tensor of its own, so that r
     x = logits.double()
     top = x.amax(-1, keepdim=True)
     invalid = ~top.isfinite()
-    x, top = x.masked_fill(invalid, 0.0), top.masked_fill(invalid, 0.0)
+    x = x.masked_fill(invalid, 0.0)
+    top = top.masked_fill(invalid, 0.0)
     weight = _weight(x, top, temperature)
     kept = torch.ones_like(x, dtype=torch.bool)
     if strip_maxima.shape[1]:
@@ -79,7 +82,8 @@ def row_draw(  # noqa: PLR0913 - every setting is a tensor of its own, so that r
     threshold = torch.where(kept, x, math.inf).amin(-1, keepdim=True)
     tie = (kept & (x == threshold)).long().argmax(-1, keepdim=True)
     whole = kept.all(-1, keepdim=True)
-    threshold, tie = threshold.masked_fill(whole, -math.inf), tie.masked_fill(whole, 0)
+    threshold = threshold.masked_fill(whole, -math.inf)
+    tie = tie.masked_fill(whole, 0)
 
     weight = weight * kept
     token = _invert(weight, coin)
@@ -101,7 +105,8 @@ def gumbel_pick(
     int64. Returns: ``token (R)`` int64, ``invalid (R)`` bool; the token of an invalid row is 0.
     Source: Daliri et al. 2025, "Coupling without communication and drafter-invariant speculative decoding".
     """
-    x, greedy = logits.double(), temperature <= 0
+    x = logits.double()
+    greedy = temperature <= 0
     noise = gumbel_noise(seed, row, position, logits.shape[-1])
     drawn, _ = gumbel_draw(x / torch.where(greedy, 1.0, temperature.double()).unsqueeze(1), noise)
     first, invalid = argmax(x)

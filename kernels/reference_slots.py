@@ -92,7 +92,8 @@ def match_ngrams(ids: Tensor, lengths: Tensor, max_ngram: int, min_ngram: int, c
         alive = alive & (place >= back) & (ids.roll(back, 1) == wanted)
         matched += alive
     score = (matched * (matched >= min_ngram) * width + place).amax(1, keepdim=True)  # the longest, then the latest
-    found, start = score >= width, score % width
+    found = score >= width
+    start = score % width
     period = (lengths[:, None] - start).clamp(min=1)
     copied = start + torch.arange(count, device=ids.device) % period
     tokens = ids.gather(1, copied.clamp(max=width - 1)).masked_fill(~found, 0)

@@ -66,16 +66,20 @@ def reject_tree(  # noqa: PLR0913 - one launch decides everything
     Returns: as in the module.
     Source: Leviathan et al. 2023, Chen et al. 2023 (chains); Miao et al. 2024, SpecInfer, algorithm 2 (trees).
     """
-    lines, vocab = _lines(parents, len(drawn)), logits.shape[-1]
-    target, q = (logits, temperature, law), q.double()
+    lines = _lines(parents, len(drawn))
+    vocab = logits.shape[-1]
+    target = (logits, temperature, law)
+    q = q.double()
 
     def decide(b: int, place: int, depth: int) -> tuple[int | None, int]:
         children = _children(lines[b], place)
         if temperature[b] == 0 or not children:
             return _match(drawn, tokens, n_valid, lines, b, place)
-        offered, first = tokens[b, children].unsqueeze(0), slice(children[0], children[0] + 1)
+        offered = tokens[b, children].unsqueeze(0)
+        first = slice(children[0], children[0] + 1)
         present = torch.tensor([_real(tokens, n_valid, b, child, vocab) for child in children]).to(tokens.device)
-        p, ids = _warped(target, b, place), None if q_ids is None else q_ids[b, first]
+        p = _warped(target, b, place)
+        ids = None if q_ids is None else q_ids[b, first]
         coins = accept[b : b + 1, depth, : len(children)]
         accepted, choice, scale, _ = accept_siblings(
             p, ids, q[b, first], offered.masked_fill(~present, 0), present[None], coins, without_replacement
@@ -109,13 +113,17 @@ def block_chain(  # noqa: PLR0913 - one launch decides everything
     Returns: as in the module. Source: Sun et al. 2024, "Block verification accelerates speculative decoding",
     algorithm 2.
     """
-    chain, greedy = torch.arange(-1, tokens.shape[1] - 1).unsqueeze(0), temperature == 0
+    chain = torch.arange(-1, tokens.shape[1] - 1).unsqueeze(0)
+    greedy = temperature == 0
     path, n, last, broken = match_tree(drawn, invalid, tokens, chain, n_valid)
-    target, q = (logits, temperature, law), q.double()
+    target = (logits, temperature, law)
+    q = q.double()
     for b in (~greedy).nonzero().squeeze(1).tolist():
         kept, token, bad = _block(target, drawn, invalid, tokens, n_valid, (q_ids, q), (accept, sample), b)
         path[b] = torch.arange(tokens.shape[1]) * (torch.arange(tokens.shape[1]) < kept)
-        n[b], last[b], broken[b] = kept, token, bad
+        n[b] = kept
+        last[b] = token
+        broken[b] = bad
     return path, n, last, broken
 
 
@@ -138,10 +146,14 @@ def typical_tree(  # noqa: PLR0913 - one launch decides everything
     Shapes: as in the module. Returns: as in the module.
     Source: Cai et al. 2024, "Medusa", section 3.3.1.
     """
-    rows, vocab = len(drawn), logits.shape[-1]
-    lines, target = _lines(parents, rows), (logits, temperature, law)
-    path, n = torch.zeros_like(tokens), torch.zeros_like(n_valid)
-    last, broken = drawn[:, 0].clone(), invalid[:, 0].clone()
+    rows = len(drawn)
+    vocab = logits.shape[-1]
+    lines = _lines(parents, rows)
+    target = (logits, temperature, law)
+    path = torch.zeros_like(tokens)
+    n = torch.zeros_like(n_valid)
+    last = drawn[:, 0].clone()
+    broken = invalid[:, 0].clone()
     for b in range(rows):
         steps: dict[int, list[int]] = {-1: []}  # the nodes of the path down to each kept node
         score = {-1: 0.0}  # log p of that path
@@ -154,9 +166,11 @@ def typical_tree(  # noqa: PLR0913 - one launch decides everything
                 continue
             chance = _typical(target, drawn, b, place, int(tokens[b, node]), epsilon, delta)
             if chance > 0:
-                steps[node], score[node] = [*steps[parent], node], score[parent] + math.log(chance)
+                steps[node] = [*steps[parent], node]
+                score[node] = score[parent] + math.log(chance)
         deepest = max(steps, key=lambda node: (len(steps[node]), score[node], -node))
-        n[b], last[b] = len(steps[deepest]), drawn[b, deepest + 1]
+        n[b] = len(steps[deepest])
+        last[b] = drawn[b, deepest + 1]
         broken[b] |= invalid[b, deepest + 1]
         path[b, : len(steps[deepest])] = torch.tensor(steps[deepest], dtype=torch.long)
     return path, n, last, broken
@@ -164,8 +178,10 @@ def typical_tree(  # noqa: PLR0913 - one launch decides everything
 
 def _walk(drawn: Tensor, invalid: Tensor, tokens: Tensor, decide: _Decide) -> Walks:
     """Walk every row down its tree until nothing is accepted or a row has no law."""
-    path, n = torch.zeros_like(tokens), torch.zeros_like(drawn[:, 0])
-    last, broken = drawn[:, 0].clone(), torch.zeros_like(invalid[:, 0])
+    path = torch.zeros_like(tokens)
+    n = torch.zeros_like(drawn[:, 0])
+    last = drawn[:, 0].clone()
+    broken = torch.zeros_like(invalid[:, 0])
     for b in range(len(drawn)):
         place = depth = 0
         while True:
@@ -174,8 +190,10 @@ def _walk(drawn: Tensor, invalid: Tensor, tokens: Tensor, decide: _Decide) -> Wa
             if child is None:
                 break
             path[b, depth] = child
-            place, depth = child + 1, depth + 1
-        n[b], last[b] = depth, token
+            place = child + 1
+            depth = depth + 1
+        n[b] = depth
+        last[b] = token
     return path, n, last, broken
 
 
@@ -198,8 +216,10 @@ def _block(  # noqa: PLR0913 - the walk's own arguments
     b: int,
 ) -> tuple[int, int, bool]:
     """Judge one chain: how many tokens are kept, the token after them, whether a row without a law was reached."""
-    (q_ids, q), (accept, sample) = law, coins
-    reach, surplus = [torch.ones(1, dtype=torch.float64, device=q.device)], []
+    (q_ids, q) = law
+    (accept, sample) = coins
+    reach = [torch.ones(1, dtype=torch.float64, device=q.device)]
+    surplus = []
     for i in range(tokens.shape[1]):
         if reach[i] == 0 or not _real(tokens, n_valid, b, i, target[0].shape[-1]):
             break
@@ -210,7 +230,8 @@ def _block(  # noqa: PLR0913 - the walk's own arguments
         surplus.append(left)
         reach.append(after)
 
-    kept, full = 0, len(surplus)
+    kept = 0
+    full = len(surplus)
     for i, h in enumerate(reach[1:], 1):
         coin = accept[b, i - 1]
         passes = (h >= 1) | (coin * (surplus[i] + 1 - h) < surplus[i]) if i < full else coin < h
@@ -218,7 +239,8 @@ def _block(  # noqa: PLR0913 - the walk's own arguments
     if kept == full:
         return kept, int(drawn[b, kept]), bool(invalid[b, kept])
     ids = None if q_ids is None else q_ids[b, kept : kept + 1]
-    one, coin = torch.ones_like(reach[kept]), sample[b, kept].view(1)
+    one = torch.ones_like(reach[kept])
+    coin = sample[b, kept].view(1)
     drawn_left, _ = residual_draw(_warped(target, b, kept), ids, q[b, kept : kept + 1], reach[kept], one, coin)
     return kept, int(drawn_left), False
 
@@ -235,7 +257,8 @@ def _typical(target: _Law, drawn: Tensor, b: int, place: int, token: int, epsilo
 def _warped(target: _Law, b: int, place: int) -> Tensor:
     """Return the logits ``(1, V)`` of a place's law: divided by the temperature, -inf outside the kept set."""
     logits, temperature, law = target
-    row, (_, _, threshold, tie) = logits[b, place].double(), law[b, place]
+    row = logits[b, place].double()
+    (_, _, threshold, tie) = law[b, place]
     token = torch.arange(len(row), device=row.device)
     kept = (row > threshold) | ((row == threshold) & (token >= tie))
     return (row / temperature[b].double()).masked_fill(~kept, -torch.inf).unsqueeze(0)

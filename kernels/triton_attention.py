@@ -51,7 +51,8 @@ def _visible(  # noqa: PLR0913 - a kernel
     MASK, query_stride, query, there, start, end, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """Find the blocks of a split outside of which no query of the tile sees a slot: nothing else is read."""
-    first, last = end, start
+    first = end
+    last = start
     for at in tl.range(start, end, BLOCK_N):
         seen = _seen(MASK, query_stride, query, at + tl.arange(0, BLOCK_N), there, end)
         some = tl.max(tl.max(seen.to(tl.int32), 1), 0) > 0
@@ -86,13 +87,19 @@ def _split_kernel(  # noqa: PLR0913 - a kernel
 ):  # fmt: skip
     queries = group * scored
     tiles = tl.cdiv(queries, BLOCK_M)
-    program, split = tl.program_id(0), tl.program_id(1)
-    tile, pair = program % tiles, program // tiles
-    row, kv = (pair // shared).to(tl.int64), (pair % shared).to(tl.int64)
+    program = tl.program_id(0)
+    split = tl.program_id(1)
+    tile = program % tiles
+    pair = program // tiles
+    row = (pair // shared).to(tl.int64)
+    kv = (pair % shared).to(tl.int64)
     place = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     there = place < queries
-    member, step = place // scored, place % scored  # of the head group, of the draft
-    channel, out_channel = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    # of the head group, of the draft
+    member = place // scored
+    step = place % scored
+    channel = tl.arange(0, BLOCK_D)
+    out_channel = tl.arange(0, BLOCK_DV)
     offset = member * q_head + step * q_step  # within a row of the batch 32 bits are enough
     q = tl.load(
         Q + (row * q_row + kv * group * q_head) + (offset[:, None] + channel[None, :]),
@@ -159,8 +166,10 @@ def _combine_kernel(  # noqa: PLR0913 - a kernel
 ):  # fmt: skip
     queries = group * scored
     program = tl.program_id(0)
-    place, pair = program % queries, (program // queries).to(tl.int64)
-    row, head = pair // shared, (pair % shared) * group + place // scored
+    place = program % queries
+    pair = (program // queries).to(tl.int64)
+    row = pair // shared
+    head = (pair % shared) * group + place // scored
     channel = tl.arange(0, BLOCK_DV)
     inner = tl.arange(0, _STEP)
     best = tl.full((_STEP,), -math.inf, tl.float32)
@@ -220,13 +229,19 @@ def _tree_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float, sinks: Tensor | None
 ) -> Tensor:
     rows, heads, width, dim = query.shape
-    shared, slots, value_dim = key.shape[1], key.shape[2], value.shape[3]
-    query, key, value, seen = _dense(query), _dense(key), _dense(value), _dense(mask.view(torch.uint8))
+    shared = key.shape[1]
+    slots = key.shape[2]
+    value_dim = value.shape[3]
+    query = _dense(query)
+    key = _dense(key)
+    value = _dense(value)
+    seen = _dense(mask.view(torch.uint8))
     out = query.new_empty(rows, width, heads, value_dim)
     if not out.numel():
         return out.transpose(1, 2)
     group = heads // shared
-    queries, pairs = group * width, rows * shared
+    queries = group * width
+    pairs = rows * shared
     wide = query.element_size() == 4
     blocks = _blocks(dim, value_dim, queries, wide)
     few = width <= _FEW
@@ -234,7 +249,8 @@ def _tree_attention(
     whole = splits <= 1
     span = _SPLIT if few else triton.cdiv(slots, blocks["BLOCK_N"]) * blocks["BLOCK_N"]
     stats = query.new_empty(0 if whole else 2 * pairs * splits * queries, dtype=torch.float32)
-    maxima, sums = stats[: len(stats) // 2], stats[len(stats) // 2 :]
+    maxima = stats[: len(stats) // 2]
+    sums = stats[len(stats) // 2 :]
     sink = query if sinks is None else sinks.contiguous()
     target = out if whole else query.new_empty(pairs, splits, queries, value_dim, dtype=torch.float32)
     strides = [stride for tensor in (query, key, value) for stride in tensor.stride()[:3]]
@@ -290,7 +306,8 @@ def variants() -> list[Variant]:
     ]
     found: list[Variant] = []
     for dtype, dim, value_dim, kinds in kinds_of:
-        wide, pointer = dtype == torch.float32, POINTER[dtype]
+        wide = dtype == torch.float32
+        pointer = POINTER[dtype]
         dtype_name = str(dtype).removeprefix("torch.")
         for queries in (16, 32, 64):
             blocks = _blocks(dim, value_dim, queries, wide)

@@ -60,11 +60,14 @@ def _reach(  # noqa: PLR0913 - a kernel
     b = tl.program_id(0).to(tl.int64)
     warmth = tl.load(temperature + b).to(tl.float32)
     length = tl.load(n_valid + b)
-    h, count = tl.full([], 1.0, tl.float64), tl.full([], 0, tl.int32)
+    h = tl.full([], 1.0, tl.float64)
+    count = tl.full([], 0, tl.int32)
     broken = tl.full([], -1, tl.int32)
     tl.store(reach + b * (nodes + 1), h)
     for i in range(0, nodes):
-        place, node = b * nodes + i, i + b * 0  # int64: offsets of far rows need it
+        # int64: offsets of far rows need it
+        place = b * nodes + i
+        node = i + b * 0
         token = tl.load(tokens + place).to(tl.int32)
         counts_too = (count == i) & (i < length) & (token >= 0) & (token < vocab)
         count += counts_too.to(tl.int32)
@@ -72,9 +75,11 @@ def _reach(  # noqa: PLR0913 - a kernel
         if live:
             broken = tl.where(tl.load(invalid + place + b) != 0, count - 1, broken)
             live = broken < 0
-        after, left = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
+        after = tl.full([], 0.0, tl.float64)
+        left = tl.full([], 0.0, tl.float64)
         if live:
-            row, q_row = logits + b * batch_stride + node * row_stride, q + b * q_batch_stride + node * q_row_stride
+            row = logits + b * batch_stride + node * row_stride
+            q_row = q + b * q_batch_stride + node * q_row_stride
             p_law, total = read_law(law, warmth, place + b)
             view = view_draft(q_ids, q, q_row, maxima, sums, place, q_vocab, listed, row, vocab, p_law, total, LIST)
             p_token = h * (kept_weights(row, token, token < vocab, p_law).to(tl.float64) * (1.0 / total))
@@ -102,14 +107,16 @@ def _greedy(drawn, invalid, tokens, here, nodes, length):
     """Follow the drawn tokens along a chain: how many, the next one, whether a row has no law."""
     depth = tl.full([], 0, tl.int32)
     place = here - here // (nodes + 1)  # b * nodes
-    token, bad = tl.load(drawn + here), tl.load(invalid + here) != 0
+    token = tl.load(drawn + here)
+    bad = tl.load(invalid + here) != 0
     walking = bad == 0
     while walking:
         drafted = tl.load(tokens + place + depth, mask=(depth < nodes) & (depth < length), other=-1)
         walking = (drafted == token) & (token >= 0)
         if walking:
             depth += 1
-            token, bad = tl.load(drawn + here + depth), tl.load(invalid + here + depth) != 0
+            token = tl.load(drawn + here + depth)
+            bad = tl.load(invalid + here + depth) != 0
             walking = bad == 0
     return depth, token, bad
 
@@ -138,9 +145,12 @@ def _keep(  # noqa: PLR0913 - a kernel
 ):
     """Choose the longest block that passes, and leave only its place to be redrawn."""
     b = tl.program_id(0).to(tl.int64)
-    lane, here = tl.arange(0, NODES), b * (nodes + 1)
-    inside, place = lane < nodes, b * nodes + lane
-    count, stopped = tl.load(counts + b * 2), tl.load(counts + b * 2 + 1)
+    lane = tl.arange(0, NODES)
+    here = b * (nodes + 1)
+    inside = lane < nodes
+    place = b * nodes + lane
+    count = tl.load(counts + b * 2)
+    stopped = tl.load(counts + b * 2 + 1)
     live = tl.load(rows + place * 2 + 1, mask=inside, other=-1) >= 0
     if masses is None:
         left = tl.load(surplus + place, mask=live, other=0.0)
@@ -162,7 +172,8 @@ def _keep(  # noqa: PLR0913 - a kernel
     if tl.load(temperature + b) == 0.0:
         kept, token, bad = _greedy(drawn, invalid, tokens, here, nodes, tl.load(n_valid + b))
     elif bad:
-        kept, token = kept * 0, tl.load(drawn + here + stopped)
+        kept = kept * 0
+        token = tl.load(drawn + here + stopped)
     else:
         token = tl.load(drawn + here + kept)
         bad = (kept == count) & (tl.load(invalid + here + kept) != 0)
@@ -188,15 +199,23 @@ def block_chain(  # noqa: PLR0913 - one operation decides everything
     """Judge chains as blocks: see ``reference_walks``."""
     if not tokens.numel():
         return match_tree(drawn, invalid, tokens, tokens, n_valid)
-    walks, (batch, nodes) = empty_walks(tokens), tokens.shape
-    n_valid, sample, tokens, flags = n_valid.contiguous(), sample.contiguous(), tokens.contiguous(), bits(invalid)
+    walks = empty_walks(tokens)
+    (batch, nodes) = tokens.shape
+    n_valid = n_valid.contiguous()
+    sample = sample.contiguous()
+    tokens = tokens.contiguous()
+    flags = bits(invalid)
     given = read_rows(logits, temperature, law, None, n_valid, q_ids, q)
-    reach, surplus = sample.new_empty(batch, nodes + 1), sample.new_empty(batch, nodes)
+    reach = sample.new_empty(batch, nodes + 1)
+    surplus = sample.new_empty(batch, nodes)
     rows = tokens.new_empty(batch * nodes, 2, dtype=torch.int32)
-    counts, shares = rows.new_empty(batch, 2), sample.new_empty(batch * nodes, 2)
-    chains, found = (flags, tokens, n_valid), (reach, surplus, rows, shares, counts)
+    counts = rows.new_empty(batch, 2)
+    shares = sample.new_empty(batch * nodes, 2)
+    chains = (flags, tokens, n_valid)
+    found = (reach, surplus, rows, shares, counts)
     with on_device(tokens):
-        sizes, warps = (*given.sizes, *given.strides, given.places), _reach_warps(given.places)
+        sizes = (*given.sizes, *given.strides, given.places)
+        warps = _reach_warps(given.places)
         _reach[(batch,)](*given, *chains, *found, *sizes, num_warps=warps, enable_fp_fusion=False)
         # a dense q leaves sums that judge the blocks; a listed one is summed at the place that is redrawn alone
         masses = sum_left(given, rows, shares) if q_ids is None else None
@@ -224,18 +243,8 @@ def block_chain(  # noqa: PLR0913 - one operation decides everything
 
 
 @block_chain.register_fake
-def _(  # noqa: PLR0913 - the operation's own arguments
-    logits: Tensor,
-    temperature: Tensor,
-    law: Tensor,
-    drawn: Tensor,
-    invalid: Tensor,
-    tokens: Tensor,
-    n_valid: Tensor,
-    q_ids: Tensor | None,
-    q: Tensor,
-    accept: Tensor,
-    sample: Tensor,
+def _(
+    logits: Tensor, temperature: Tensor, law: Tensor, drawn: Tensor, invalid: Tensor, tokens: Tensor, *others: object
 ) -> Walks:
     return empty_walks(tokens)
 

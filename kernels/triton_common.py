@@ -60,7 +60,8 @@ def chunks_of(vocab_size: int) -> tuple[int, int]:
 def philox(c0, c1, c2, c3, k0, k1):
     """Encrypt uint32 counters with Philox4x32-10 (Salmon et al. 2011); bit-equal to ``common.philox``."""
     for _ in tl.static_range(10):
-        even, odd = c0, c2
+        even = c0
+        odd = c2
         c0 = tl.umulhi(tl.full(odd.shape, _MULTIPLY_ODD, tl.uint32), odd) ^ c1 ^ k0
         c2 = tl.umulhi(tl.full(even.shape, _MULTIPLY_EVEN, tl.uint32), even) ^ c3 ^ k1
         c1 = odd * tl.full(odd.shape, _MULTIPLY_ODD, tl.uint32)

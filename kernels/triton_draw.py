@@ -42,7 +42,8 @@ from .triton_common import (
 LISTED_STRIPS = tl.constexpr(256)
 LISTED = tl.constexpr(1024)
 _GROUP = tl.constexpr(32)  # strips listed at a time
-_PLAIN_WARPS, _TRUNCATED_WARPS = 8, 16
+_PLAIN_WARPS = 8
+_TRUNCATED_WARPS = 16
 
 
 @triton.jit
@@ -94,7 +95,8 @@ def _kth_key(keys, k, low, high):
     while low < high:
         key = (low | high) - ((low ^ high) >> 1)  # their mean rounded up, without overflow
         enough = tl.sum((keys >= key).to(tl.int32), 0) >= k
-        low, high = tl.where(enough, key, low), tl.where(enough, high, key - 1)
+        low = tl.where(enough, key, low)
+        high = tl.where(enough, high, key - 1)
     return low
 
 
@@ -104,14 +106,16 @@ def _mass_key(keys, mass, goal, low, high):
     while low < high:
         key = (low | high) - ((low ^ high) >> 1)  # their mean rounded up, without overflow
         enough = tl.sum(tl.where(keys >= key, mass, 0.0), 0) >= goal
-        low, high = tl.where(enough, key, low), tl.where(enough, high, key - 1)
+        low = tl.where(enough, key, low)
+        high = tl.where(enough, high, key - 1)
     return low
 
 
 @triton.jit
 def _reaching(row, MAXIMA, vocab, chunks, top, scale, value):
     """Count and weigh the entries of a row that reach ``value``."""
-    count, mass = tl.full((), 0, tl.int32), tl.full((), 0.0, tl.float64)
+    count = tl.full((), 0, tl.int32)
+    mass = tl.full((), 0.0, tl.float64)
     for chunk in range(0, chunks):
         if tl.load(MAXIMA + chunk) >= value:
             _, x = _chunk_of(row, chunk, vocab)
@@ -127,7 +131,8 @@ def _row_key(row, MAXIMA, vocab, chunks, top, scale, k, goal, low, high, SHIFT: 
         key = (low | high) - ((low ^ high) >> 1)
         count, mass = _reaching(row, MAXIMA, vocab, chunks, top, scale, value_of(key, SHIFT))
         enough = (count >= k) & (mass >= goal)
-        low, high = tl.where(enough, key, low), tl.where(enough, high, key - 1)
+        low = tl.where(enough, key, low)
+        high = tl.where(enough, high, key - 1)
     return low
 
 
@@ -149,7 +154,8 @@ def _truncate_row(row, MAXIMA, vocab, chunks, top, scale, total, k, p, least, lo
     elif covered == 0:
         # nothing below has weight
         low = key_of(tl.maximum(top + 1.01 * FLOOR / scale, LOWEST), SHIFT)
-    edge, tie = low, tl.full((), 0, tl.int32)
+    edge = low
+    tie = tl.full((), 0, tl.int32)
     if p < 1.0:
         edge = _row_key(row, MAXIMA, vocab, chunks, top, scale, 0, p * total, low, high, SHIFT)
     threshold = value_of(edge, SHIFT)
@@ -210,14 +216,16 @@ def _truncate_list(IDS, VALUES, count, top, scale, total, k, p, least, low, cove
     slot = tl.arange(0, LISTED)
     place = tl.load(IDS + slot, slot < count, other=0)
     x = tl.load(VALUES + slot, slot < count, other=-math.inf)
-    keys, weight = key_of(x, SHIFT), weights(x, top, scale)
+    keys = key_of(x, SHIFT)
+    weight = weights(x, top, scale)
     mass = weight.to(tl.float64)
     high = key_of(top, SHIFT)
     if k > 0:
         low = _kth_key(keys, k, low, high)
         total = tl.sum(tl.where(keys >= low, mass, 0.0), 0)
     enough = ((k > 0) | (covered > 0)).to(tl.int32)
-    edge, tie = low, tl.full((), 0, tl.int32)
+    edge = low
+    tie = tl.full((), 0, tl.int32)
     if p < 1.0:
         goal = p * total
         enough = enough | (tl.sum(mass, 0) >= goal).to(tl.int32)
@@ -270,20 +278,26 @@ def _row_draw_kernel(
     broken = tl.max((sums != sums).to(tl.int32), 0)
     top = tl.max(tl.where(maxima == maxima, maxima, -math.inf), 0)
     valid = (broken == 0) & (top > -math.inf) & (top < math.inf)
-    temperature, coin = tl.load(TEMPERATURE + number), tl.load(COIN + number)
-    token, tie, threshold = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32), tl.full((), -math.inf, tl.float32)
+    temperature = tl.load(TEMPERATURE + number)
+    coin = tl.load(COIN + number)
+    token = tl.full((), 0, tl.int32)
+    tie = tl.full((), 0, tl.int32)
+    threshold = tl.full((), -math.inf, tl.float32)
     total = tl.full((), 1.0, tl.float64)
     if valid & (temperature <= 0.0):
         first = tl.min(tl.where(maxima == top, chunk, CHUNKS), 0)
         token = tl.load(BEST + number * chunks + first)
-        threshold, tie = top, token
+        threshold = top
+        tie = token
     elif valid:
         scale = scale_of(temperature)
         masses = sums.to(tl.float64) * weights(maxima, top, scale).to(tl.float64)
         total = tl.sum(masses, 0)
         listed = tl.full((), 0, tl.int32)
         if TRUNCATE:
-            k, p, least = tl.load(TOP_K + number), tl.load(TOP_P + number), tl.load(MIN_P + number)
+            k = tl.load(TOP_K + number)
+            p = tl.load(TOP_P + number)
+            least = tl.load(MIN_P + number)
             if (k > 0) | (p < 1.0) | (least > 0.0):
                 STRIPS += number * strips
                 IDS += number * (LISTED + LISTED_STRIPS)
@@ -344,18 +358,7 @@ def _row_draw(
 
 
 @_row_draw.register_fake
-def _(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    coin: Tensor,
-    maxima: Tensor,
-    sums: Tensor,
-    best: Tensor,
-    strip_maxima: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(logits: Tensor, *settings: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return _empty_draw(logits)
 
 
@@ -365,21 +368,10 @@ def _empty_draw(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return token, law, torch.empty_like(token, dtype=torch.bool)
 
 
-def row_draw(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    coin: Tensor,
-    maxima: Tensor,
-    sums: Tensor,
-    best: Tensor,
-    strip_maxima: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+def row_draw(logits: Tensor, *settings: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Draw one token from every row, see ``reference_rows.row_draw``, which float64 logits are handed to."""
     run = reference_rows.row_draw if logits.dtype == torch.float64 else _row_draw
-    return run(logits, temperature, top_k, top_p, min_p, coin, maxima, sums, best, strip_maxima)
+    return run(logits, *settings)
 
 
 def variants() -> list[Variant]:

@@ -35,7 +35,8 @@ from .triton_common import (
 _STREAM = tl.constexpr(GUMBEL << 24)
 _UNIT = tl.constexpr(2.0**-32)
 _MARGIN = tl.constexpr(1e-3)  # a hundred times the error of the float32 scores
-_CHUNK_WARPS, _BEST_WARPS = 16, 4
+_CHUNK_WARPS = 16
+_BEST_WARPS = 4
 
 
 @triton.jit
@@ -55,7 +56,8 @@ def _exact_score(logit, temperature, bits):
 
 @triton.jit(do_not_specialize=["chunks"])
 def _gumbel_chunk_kernel(X, TEMPERATURE, SEED, ROW, POSITION, SCORES, PLACES, stride, vocab, chunks):
-    number, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    number = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
     row = X + number * stride
     block = chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)
     lane = tl.arange(0, 4)[None, :]
@@ -67,9 +69,12 @@ def _gumbel_chunk_kernel(X, TEMPERATURE, SEED, ROW, POSITION, SCORES, PLACES, st
     score = tl.where(broken > 0, math.nan, top).to(tl.float64)
     winner = tl.min(tl.min(tl.where(x == top, place, vocab), 1), 0)
     if (broken == 0) & (top > -math.inf) & (temperature > 0.0):
-        seed, position = tl.load(SEED + number), low_word(tl.load(POSITION + number))
-        owner, stream = low_word(tl.load(ROW + number)), tl.full((), _STREAM, tl.uint32)
-        low, high = low_word(seed), high_word(seed)
+        seed = tl.load(SEED + number)
+        position = low_word(tl.load(POSITION + number))
+        owner = low_word(tl.load(ROW + number))
+        stream = tl.full((), _STREAM, tl.uint32)
+        low = low_word(seed)
+        high = high_word(seed)
         even = tl.full((CHUNK // 4,), 0, tl.uint32)
         w0, w1, w2, w3 = philox(
             even + position, even + owner, even + stream, block.to(tl.uint32), even + low, even + high

@@ -45,7 +45,8 @@ COUNTS = ("nodes", "listed", "siblings", "width", "parents_stride")
 def read_law(law, temperature, row):
     """Read a row's law: (max, log2(e)/T, threshold, tie) for ``kept_weights``, and its total."""
     here = law + row * 4
-    top, threshold = tl.load(here).to(tl.float32), tl.load(here + 2).to(tl.float32)
+    top = tl.load(here).to(tl.float32)
+    threshold = tl.load(here + 2).to(tl.float32)
     return (top, scale_of(temperature), threshold, tl.load(here + 3).to(tl.int32)), tl.load(here + 1)
 
 
@@ -67,7 +68,8 @@ def draft_weights(row, index, inside, top):
 @triton.jit
 def draft_total(maxima, sums, row, vocab):
     """Join the partial sums of a draft row: its largest logit and the total of its weights."""
-    chunk, chunks = tl.arange(0, CHUNKS), tl.cdiv(vocab, CHUNK)
+    chunk = tl.arange(0, CHUNKS)
+    chunks = tl.cdiv(vocab, CHUNK)
     most = tl.load(maxima + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
     part = tl.load(sums + row * chunks + chunk, mask=chunk < chunks, other=0.0)
     top = tl.max(most, 0)
@@ -174,12 +176,15 @@ def _left_masses(  # noqa: PLR0913 - a kernel
     LIST: tl.constexpr,
 ):
     """Sum what is left in one chunk of one place."""
-    item, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    place, node = tl.load(rows + item * 2).to(tl.int64), tl.load(rows + item * 2 + 1).to(tl.int64)
+    item = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    place = tl.load(rows + item * 2).to(tl.int64)
+    node = tl.load(rows + item * 2 + 1).to(tl.int64)
     if node >= 0:
         b = item // width
         p_law, total = read_law(law, tl.load(temperature + b), b * (nodes + 1) + place)
-        keep, take = tl.load(shares + item * 2).to(tl.float32), tl.load(shares + item * 2 + 1) * total
+        keep = tl.load(shares + item * 2).to(tl.float32)
+        take = tl.load(shares + item * 2 + 1) * total
         strides = (q_batch_stride, q_row_stride)
         draft = _draft_of(q_ids, q, maxima, sums, b, node, nodes, listed, q_vocab, strides, take, LIST)
         row = logits + b * batch_stride + place * row_stride
@@ -217,15 +222,18 @@ def _draw_left(  # noqa: PLR0913 - a kernel
     b = tl.program_id(0).to(tl.int64)
     depth = tl.load(accepted + b)
     item = b * width + tl.minimum(depth, width - 1)
-    place, node = tl.load(rows + item * 2).to(tl.int64), tl.load(rows + item * 2 + 1).to(tl.int64)
+    place = tl.load(rows + item * 2).to(tl.int64)
+    node = tl.load(rows + item * 2 + 1).to(tl.int64)
     if node >= 0:
-        index, chunks = tl.arange(0, CHUNKS), tl.cdiv(vocab, CHUNK)
+        index = tl.arange(0, CHUNKS)
+        chunks = tl.cdiv(vocab, CHUNK)
         mass = tl.load(masses + item * chunks + index, mask=index < chunks, other=0.0)
         whole = tl.sum(mass, 0)
         chunk, at, _ = pick(mass, tl.load(sample + b * (nodes + 1) + depth) * whole, CHUNKS)
 
         p_law, total = read_law(law, tl.load(temperature + b), b * (nodes + 1) + place)
-        keep, take = tl.load(shares + item * 2).to(tl.float32), tl.load(shares + item * 2 + 1) * total
+        keep = tl.load(shares + item * 2).to(tl.float32)
+        take = tl.load(shares + item * 2 + 1) * total
         strides = (q_batch_stride, q_row_stride)
         draft = _draft_of(q_ids, q, maxima, sums, b, node, nodes, listed, q_vocab, strides, take, LIST)
         row = logits + b * batch_stride + place * row_stride
@@ -243,12 +251,14 @@ def _draft_sums(  # noqa: PLR0913 - a kernel
     q, parents, n_valid, maxima, sums, vocab, nodes, parents_stride, batch_stride, row_stride, NODES: tl.constexpr
 ):
     """Sum one chunk of one node's q: its largest logit, and the sum of exp(logit - largest)."""
-    place, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
     b = place // nodes
     node = (place % nodes).to(tl.int32)
     needed = node < tl.load(n_valid + b)
     if parents is not None:  # siblings share q: it is read at the first of them
-        lane, here = tl.arange(0, NODES), parents + b * parents_stride
+        lane = tl.arange(0, NODES)
+        here = parents + b * parents_stride
         above = tl.load(here + lane, mask=lane < node, other=-2)
         needed &= tl.sum((above == tl.load(here + node)).to(tl.int32), 0) == 0
     if needed:
@@ -303,7 +313,9 @@ def read_rows(
     Shapes: as in ``reference_walks``; ``parents`` None for chains.
     """
     chunks_of(logits.shape[-1])
-    logits, temperature, law = dense_rows(logits), temperature.contiguous(), law.contiguous()
+    logits = dense_rows(logits)
+    temperature = temperature.contiguous()
+    law = law.contiguous()
     if q_ids is not None:
         return Rows(logits, temperature, law, q_ids.contiguous(), q.contiguous(), None, None)
     q = dense_rows(q)
@@ -312,7 +324,8 @@ def read_rows(
     sums = torch.empty_like(maxima)
     if maxima.numel():
         stride = nodes if parents is not None and len(parents) > 1 else 0
-        steps, places = q.stride()[:2], triton.next_power_of_2(nodes)
+        steps = q.stride()[:2]
+        places = triton.next_power_of_2(nodes)
         with on_device(q):
             _draft_sums[(rows * nodes, maxima.shape[-1])](
                 q,

@@ -90,7 +90,8 @@ def uniform(seed: Tensor, row: Tensor, position: Tensor, use: int, sibling: int 
 def _row_stats_kernel(
     X, TEMPERATURE, MAXIMA, SUMS, BEST, PARTS, stride, vocab, chunks, strips, STRIPS: tl.constexpr
 ):  # fmt: skip
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
     strip = tl.arange(0, CHUNK // STRIP)
     place = chunk * CHUNK + strip[:, None] * STRIP + tl.arange(0, STRIP)[None, :]
     x = tl.load(X + row * stride + place, place < vocab, other=-math.inf).to(tl.float32)
@@ -138,7 +139,8 @@ def _row_stats(logits: Tensor, temperature: Tensor, strips: bool) -> tuple[Tenso
 
 @_row_stats.register_fake
 def _(logits: Tensor, temperature: Tensor, strips: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    chunks, parts = -(-logits.shape[1] // 8192), -(-logits.shape[1] // 128)
+    chunks = -(-logits.shape[1] // 8192)
+    parts = -(-logits.shape[1] // 128)
     return _empty_stats(logits, chunks, parts if strips else 0)
 
 

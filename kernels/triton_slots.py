@@ -42,7 +42,8 @@ def _move(  # noqa: PLR0913 - a kernel's arguments are its geometry
     """Move the slots of one row and head in one buffer, CHANNELS of its channels."""
     pieces = tl.cdiv(width, CHANNELS)
     program = tl.program_id(0)
-    place, piece = program // pieces, program % pieces
+    place = program // pieces
+    piece = program % pieces
     row = place // heads % rows
     start = tl.load(table + place // (heads * rows)).to(tl.pointer_type(BITS))
     if ALIGNED:
@@ -76,8 +77,10 @@ def _mask(  # noqa: PLR0913 - a kernel's arguments are its geometry
     """Fill one query's row of the mask, COLUMNS slots of it."""
     pieces = tl.cdiv(view, COLUMNS)
     program = tl.program_id(0)
-    place, piece = program // pieces, program % pieces
-    row, query = place // (nodes + 1), place % (nodes + 1)
+    place = program // pieces
+    piece = program % pieces
+    row = place // (nodes + 1)
+    query = place % (nodes + 1)
     length = tl.load(lengths + row)
     column = piece * COLUMNS + tl.arange(0, COLUMNS)
     index = length + nodes - (length + nodes - column) % capacity  # for slots ahead of the newest: out of every range
@@ -109,7 +112,8 @@ def _search(ids, lengths, scores, width, max_ngram, min_ngram, SCAN: tl.constexp
     """Score the places of one stretch of text: 32 bits for how much is matched before one, 32 for the place."""
     pieces = tl.cdiv(width, SCAN)
     program = tl.program_id(0)
-    row, piece = program // pieces, program % pieces
+    row = program // pieces
+    piece = program % pieces
     text = ids + row.to(tl.int64) * width
     length = tl.load(lengths + row)
     place = piece.to(tl.int64) * SCAN + tl.arange(0, SCAN)
@@ -198,7 +202,8 @@ def tree_mask(
     ancestors: Tensor | None = None,
 ) -> Tensor:
     """Tell which slots root and nodes may see: see ``reference_slots``; ``ancestors`` is not needed here."""
-    rows, nodes = max(len(lengths), len(parents)), parents.shape[1]
+    rows = max(len(lengths), len(parents))
+    nodes = parents.shape[1]
     if not rows * view:
         return torch.empty(rows, nodes + 1, view, dtype=torch.bool, device=lengths.device)
     mask = torch.empty(rows, nodes + 1, view, dtype=torch.bool, device=lengths.device)
@@ -237,9 +242,11 @@ def _(
 def match_ngrams(ids: Tensor, lengths: Tensor, max_ngram: int, min_ngram: int, count: int) -> tuple[Tensor, Tensor]:
     """Copy what followed the latest earlier occurrence of the longest suffix: see ``reference_slots``."""
     rows, width = ids.shape
-    ids, lengths = ids.contiguous(), lengths.contiguous()
+    ids = ids.contiguous()
+    lengths = lengths.contiguous()
     pieces = triton.cdiv(width, _SCAN)
-    tokens, found = ids.new_empty(rows, count), torch.empty_like(lengths)
+    tokens = ids.new_empty(rows, count)
+    found = torch.empty_like(lengths)
     scores = lengths.new_empty(rows, pieces)
     if not rows:
         return tokens, found
@@ -247,7 +254,8 @@ def match_ngrams(ids: Tensor, lengths: Tensor, max_ngram: int, min_ngram: int, c
         if width:
             sizes = (width, max_ngram, min_ngram)
             _search[(rows * pieces,)](ids, lengths, scores, *sizes, SCAN=_SCAN, enable_fp_fusion=False)
-        places, sizes = (ids, lengths, scores, tokens, found), (width, pieces, count)
+        places = (ids, lengths, scores, tokens, found)
+        sizes = (width, pieces, count)
         columns = max(16, triton.next_power_of_2(count))
         _copy[(rows,)](*places, *sizes, PARTS=_PARTS, COUNT=columns, enable_fp_fusion=False)
     return tokens, found

@@ -33,7 +33,8 @@ def _spread(  # noqa: PLR0913 - a kernel
     NODES: tl.constexpr,
 ):
     """Sum ``-w log2 w`` over one chunk of one place that has children: a part of its entropy."""
-    item, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    item = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
     b = item // (nodes + 1)
     place = (item % (nodes + 1)).to(tl.int32)
     warmth = tl.load(temperature + b).to(tl.float32)
@@ -55,13 +56,16 @@ def _levels(kept, parent_of, score):
 
     Also add up ``score`` along the path down to each of them.
     """
-    level, seen = tl.where(kept & (parent_of == -1), 1, 0), tl.full([], -1, tl.int32)
+    level = tl.where(kept & (parent_of == -1), 1, 0)
+    seen = tl.full([], -1, tl.int32)
     count = tl.sum((level > 0).to(tl.int32), 0)
     while count > seen:
         line = tl.maximum(parent_of, 0)
-        above, over = tl.gather(level, line, 0), tl.gather(score, line, 0)
+        above = tl.gather(level, line, 0)
+        over = tl.gather(score, line, 0)
         fresh = kept & (parent_of >= 0) & (above > 0) & (level == 0)
-        level, score = tl.where(fresh, above + 1, level), tl.where(fresh, over + score, score)
+        level = tl.where(fresh, above + 1, level)
+        score = tl.where(fresh, over + score, score)
         seen = count
         count = tl.sum((level > 0).to(tl.int32), 0)
     return level, score
@@ -126,11 +130,13 @@ def _typical(  # noqa: PLR0913 - a kernel
     score = tl.where((level == depth) & (depth > 0), score, float("-inf"))
     node = tl.min(tl.where((score == tl.max(score, 0)) & (level == depth), lane, NODES), 0)
     node = tl.where(depth > 0, node, -1)
-    token, bad = tl.load(drawn + here + node + 1), tl.load(invalid + here + node + 1) != 0
+    token = tl.load(drawn + here + node + 1)
+    bad = tl.load(invalid + here + node + 1) != 0
     reached = (parent_of == -1) | ((parent_of >= 0) & (tl.gather(level, tl.maximum(parent_of, 0), 0) > 0))
     bad |= tl.sum((real & reached & lost).to(tl.int32), 0) > 0
 
-    steps, above = tl.zeros([NODES], tl.int32), depth
+    steps = tl.zeros([NODES], tl.int32)
+    above = depth
     while above > 0:
         above -= 1
         steps = tl.where(lane == above, node, steps)
@@ -152,12 +158,17 @@ def typical_tree(  # noqa: PLR0913 - one operation decides everything
     delta: float,
 ) -> Walks:
     """Keep the deepest path of typical tokens (lossy): see ``reference_walks``."""
-    walks, (batch, nodes), vocab = empty_walks(tokens), tokens.shape, logits.shape[-1]
+    walks = empty_walks(tokens)
+    (batch, nodes) = tokens.shape
+    vocab = logits.shape[-1]
     if not batch:
         return walks
     chunks, _ = chunks_of(vocab)
-    logits, temperature, law = dense_rows(logits), temperature.contiguous(), law.contiguous()
-    parents, n_valid = parents.contiguous(), n_valid.contiguous()
+    logits = dense_rows(logits)
+    temperature = temperature.contiguous()
+    law = law.contiguous()
+    parents = parents.contiguous()
+    n_valid = n_valid.contiguous()
     parts = logits.new_empty(batch * (nodes + 1), chunks, dtype=torch.float32)
     geometry = (vocab, nodes, parents_stride(parents), *logits.stride()[:2], triton.next_power_of_2(max(nodes, 1)))
     with on_device(logits):
@@ -185,17 +196,8 @@ def typical_tree(  # noqa: PLR0913 - one operation decides everything
 
 
 @typical_tree.register_fake
-def _(  # noqa: PLR0913 - the operation's own arguments
-    logits: Tensor,
-    temperature: Tensor,
-    law: Tensor,
-    drawn: Tensor,
-    invalid: Tensor,
-    tokens: Tensor,
-    parents: Tensor,
-    n_valid: Tensor,
-    epsilon: float,
-    delta: float,
+def _(
+    logits: Tensor, temperature: Tensor, law: Tensor, drawn: Tensor, invalid: Tensor, tokens: Tensor, *others: object
 ) -> Walks:
     return empty_walks(tokens)
 

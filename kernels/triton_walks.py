@@ -72,16 +72,20 @@ def _match(  # noqa: PLR0913 - a kernel
     lane, token_of, parent_of = node_lanes(tokens, parents, n_valid, b, nodes, parents_stride, NODES)
     steps = tl.zeros([NODES], tl.int32)
     here = b * (nodes + 1)
-    node, depth = tl.full([], -1, tl.int32), tl.full([], 0, tl.int32)
-    token, bad = tl.load(drawn + here), tl.load(invalid + here) != 0
+    node = tl.full([], -1, tl.int32)
+    depth = tl.full([], 0, tl.int32)
+    token = tl.load(drawn + here)
+    bad = tl.load(invalid + here) != 0
     walking = bad == 0
     while walking:
         child = tl.min(tl.where((parent_of == node) & (token_of == token) & (token_of >= 0), lane, NODES), 0)
         walking = child < NODES
         if walking:
             steps = tl.where(lane == depth, child, steps)
-            node, depth = child, depth + 1
-            token, bad = tl.load(drawn + here + child + 1), tl.load(invalid + here + child + 1) != 0
+            node = child
+            depth = depth + 1
+            token = tl.load(drawn + here + child + 1)
+            bad = tl.load(invalid + here + child + 1) != 0
             walking = bad == 0
     store_walk(path, accepted, last, broken, b, nodes, lane, steps, depth, token, bad)
 
@@ -123,8 +127,11 @@ def _offer(  # noqa: PLR0913 - a device function
     Returns: the accepted child, NODES if none is; the scale of q in what is left of p.
     """
     p_unit = 1.0 / total
-    scale, mass, left = tl.full([], 0.0, tl.float64), tl.full([], 1.0, tl.float64), tl.full([], 1.0, tl.float64)
-    chosen, rank = tl.full([], NODES, tl.int32), tl.full([], 0, tl.int32)
+    scale = tl.full([], 0.0, tl.float64)
+    mass = tl.full([], 1.0, tl.float64)
+    left = tl.full([], 1.0, tl.float64)
+    chosen = tl.full([], NODES, tl.int32)
+    rank = tl.full([], 0, tl.int32)
     child = tl.min(tl.where(mine, lane, NODES), 0)
     while child < NODES:
         token = tl.sum(tl.where(lane == child, token_of, 0), 0).to(tl.int32)
@@ -195,10 +202,14 @@ def _reject(  # noqa: PLR0913 - a kernel
     lane, token_of, parent_of = node_lanes(tokens, parents, n_valid, b, nodes, parents_stride, NODES)
     token_of = tl.where(token_of < vocab, token_of, -1)
     warmth = tl.load(temperature + b).to(tl.float32)
-    steps, here = tl.zeros([NODES], tl.int32), b * (nodes + 1)
-    node, depth = tl.full([], -1, tl.int32), tl.full([], 0, tl.int32)
-    first, scale = tl.full([], -1, tl.int32), tl.full([], 0.0, tl.float64)
-    token, bad = tl.load(drawn + here), tl.load(invalid + here) != 0
+    steps = tl.zeros([NODES], tl.int32)
+    here = b * (nodes + 1)
+    node = tl.full([], -1, tl.int32)
+    depth = tl.full([], 0, tl.int32)
+    first = tl.full([], -1, tl.int32)
+    scale = tl.full([], 0.0, tl.float64)
+    token = tl.load(drawn + here)
+    bad = tl.load(invalid + here) != 0
     walking = bad == 0
     while walking:
         mine = parent_of == node
@@ -217,8 +228,11 @@ def _reject(  # noqa: PLR0913 - a kernel
         walking = child < NODES
         if walking:
             steps = tl.where(lane == depth, child, steps)
-            node, depth, scale = child, depth + 1, tl.full([], 0.0, tl.float64)
-            token, bad = tl.load(drawn + here + child + 1), tl.load(invalid + here + child + 1) != 0
+            node = child
+            depth = depth + 1
+            scale = tl.full([], 0.0, tl.float64)
+            token = tl.load(drawn + here + child + 1)
+            bad = tl.load(invalid + here + child + 1) != 0
             walking = bad == 0
     store_walk(path, accepted, last, broken, b, nodes, lane, steps, depth, token, bad)
     tl.store(rows + b * 2, node + 1)
@@ -230,7 +244,8 @@ def _reject(  # noqa: PLR0913 - a kernel
 @torch.library.custom_op("hf_specgen::match_tree", mutates_args=())
 def match_tree(drawn: Tensor, invalid: Tensor, tokens: Tensor, parents: Tensor, n_valid: Tensor) -> Walks:
     """Follow the child that carries the token drawn at its parent: see ``reference_walks``."""
-    walks, nodes = empty_walks(tokens), tokens.shape[1]
+    walks = empty_walks(tokens)
+    nodes = tokens.shape[1]
     if len(tokens):
         places = triton.next_power_of_2(max(nodes, 1))
         with on_device(tokens):
@@ -274,10 +289,13 @@ def reject_tree(  # noqa: PLR0913 - one launch decides everything
     """Walk trees by recursive rejection: see ``reference_walks``."""
     if not tokens.numel():
         return match_tree(drawn, invalid, tokens, parents, n_valid)
-    parents, n_valid, sample = parents.contiguous(), n_valid.contiguous(), sample.contiguous()
+    parents = parents.contiguous()
+    n_valid = n_valid.contiguous()
+    sample = sample.contiguous()
     given = read_rows(logits, temperature, law, parents, n_valid, q_ids, q)
     walks, batch, nodes = empty_walks(tokens), *tokens.shape
-    rows, shares = tokens.new_empty(batch, 2, dtype=torch.int32), sample.new_empty(batch, 2)
+    rows = tokens.new_empty(batch, 2, dtype=torch.int32)
+    shares = sample.new_empty(batch, 2)
     siblings = accept.shape[-1]
     many = siblings > 1
     with on_device(tokens):
@@ -309,20 +327,8 @@ def reject_tree(  # noqa: PLR0913 - one launch decides everything
 
 
 @reject_tree.register_fake
-def _(  # noqa: PLR0913 - the operation's own arguments
-    logits: Tensor,
-    temperature: Tensor,
-    law: Tensor,
-    drawn: Tensor,
-    invalid: Tensor,
-    tokens: Tensor,
-    parents: Tensor,
-    n_valid: Tensor,
-    q_ids: Tensor | None,
-    q: Tensor,
-    accept: Tensor,
-    sample: Tensor,
-    without_replacement: bool,
+def _(
+    logits: Tensor, temperature: Tensor, law: Tensor, drawn: Tensor, invalid: Tensor, tokens: Tensor, *others: object
 ) -> Walks:
     return empty_walks(tokens)
 
@@ -330,7 +336,8 @@ def _(  # noqa: PLR0913 - the operation's own arguments
 def empty_walks(tokens: Tensor) -> Walks:
     """Make room for the walks of ``tokens (B, N)``."""
     rows = tokens.shape[0]
-    n, last = tokens.new_empty(rows), tokens.new_empty(rows)
+    n = tokens.new_empty(rows)
+    last = tokens.new_empty(rows)
     return torch.empty_like(tokens), n, last, tokens.new_empty(rows, dtype=torch.bool)
 
 

@@ -25,7 +25,9 @@ _STRIP = 128
 _BINS = 256
 _CLOSE = 1e-30  # logits nearer than this are sorted: their bins could not be counted in float32
 # How far float32 sums over V logits stray from exact ones, and float32 exponentials, as a difference of logits.
-_SUMS, _SUMS_PER_LOGIT, _EXPONENT = 5e-7, 2e-11, 4e-6
+_SUMS = 5e-7
+_SUMS_PER_LOGIT = 2e-11
+_EXPONENT = 4e-6
 
 
 def truncate(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
@@ -138,10 +140,12 @@ def _cut_mass(row: Row, law: Row, top_p: float) -> bool:
     total = float(law.sum(dtype="float64"))
     edge = (1 - top_p) * total
     (ids,) = (law > 0.999 * edge / len(law)).nonzero()
-    values, weights = row[ids], law[ids].astype("float64")
+    values = row[ids]
+    weights = law[ids].astype("float64")
     below = total - float(weights.sum())
     while len(values) > _BINS:
-        low, high = float(values.min()), float(values.max())
+        low = float(values.min())
+        high = float(values.max())
         if high - low < _CLOSE:
             break
         bins = ((values - low) * ((_BINS - 0.5) / (high - low))).astype("int64")
@@ -167,7 +171,8 @@ def _count_removed(values: Row, weights: NDArray[np.floating], below: float, edg
     ``values`` are their logits, ascending. Returns: None where rounding or the order of equal logits may decide.
     """
     reached = below + weights.cumsum(dtype="float64")
-    removed, near = int(reached.searchsorted(edge, "right")), edge * (_SUMS + _SUMS_PER_LOGIT * vocab)
+    removed = int(reached.searchsorted(edge, "right"))
+    near = edge * (_SUMS + _SUMS_PER_LOGIT * vocab)
     if below > edge or removed == len(weights):
         return None
     if removed and values[removed - 1] == values[removed]:

@@ -239,7 +239,8 @@ def prepare_dataset(dataset: Data, tokenizer: Any = None, options: DataOptions |
         _LOG.info("a row, ⟦supervised⟧: %s", preview(sample["input_ids"], sample["loss_mask"], tokenizer))
     if not options.packing:
         return supervised
-    join, replaced = _Pack(options.max_length), ["input_ids", "loss_mask"]
+    join = _Pack(options.max_length)
+    replaced = ["input_ids", "loss_mask"]
     return supervised.map(join, batched=True, batch_size=options.window, remove_columns=replaced)
 
 
@@ -387,7 +388,9 @@ def _mask_of(row: Mapping[str, Any]) -> Any:
 
 
 def _read_ids(row: Row) -> tuple[list[int], list[bool]]:
-    ids, mask, labels = list(row["input_ids"]), list(_mask_of(row)), row.get("labels")
+    ids = list(row["input_ids"])
+    mask = list(_mask_of(row))
+    labels = row.get("labels")
     if len(ids) != len(mask):
         raise SpecGenError(f"a row has {len(ids)} input_ids and a mask of {len(mask)}: one per token is required.")
     if not all(isinstance(token, int) for token in ids):
@@ -447,7 +450,8 @@ class _Pairs:
     completion: str
 
     def __call__(self, row: Row) -> tuple[list[int], list[bool]]:
-        prompt, answer = row["prompt"], row[self.completion]
+        prompt = row["prompt"]
+        answer = row[self.completion]
         if are_messages(prompt):
             turns = answer if are_messages(answer) else [{"role": "assistant", "content": answer}]
             asked = with_system([message_of(turn) for turn in prompt], row)
@@ -478,7 +482,8 @@ def _check(rows: Data, chats: bool) -> None:
     """Count tokens. Raises: ``SpecGenError`` when the mask cannot be right."""
     tokens = supervised = 0
     for mask in _masks(rows):
-        tokens, supervised = tokens + len(mask), supervised + int(sum(mask))
+        tokens = tokens + len(mask)
+        supervised = supervised + int(sum(mask))
     if supervised == 0:
         raise SpecGenError(
             "0 supervised tokens: nothing in the data is the target's to write (no answer, or only behind max_length). "
@@ -509,7 +514,8 @@ class _Pack:
     size: int
 
     def __call__(self, batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-        texts, masks = batch["input_ids"], batch["loss_mask"]
+        texts = batch["input_ids"]
+        masks = batch["loss_mask"]
         bins = pack([len(text) for text in texts], self.size)
         return {
             "input_ids": [[token for i in chosen for token in texts[i]] for chosen in bins],

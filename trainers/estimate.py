@@ -24,7 +24,10 @@ from hf_specgen.trainers.warm_start import default_boundaries
 TARGET = "target"
 METHODS = ("medusa", "eagle", "eagle3", "distill")
 _STATE = 16  # bytes a trained parameter: weight, gradient and Adam's two moments in float32
-_TAUGHT, _OWN, _MORE = 10, 16, 8  # bytes per id that a row of a chunk holds: of the target's law, the drafter's, a copy
+# bytes per id that a row of a chunk holds: of the target's law, the drafter's, a copy
+_TAUGHT = 10
+_OWN = 16
+_MORE = 8
 _CPU_ELEMENTS = 1 << 24  # of the target's logits that a chunk has at most on a CPU
 _LIBRARIES = 0.7e9  # bytes of a process that has loaded torch and transformers, or of a GPU's context
 _ASSUMED = 0.5  # of the speed of large matrix products that training reached, see docs/benchmarks.md
@@ -171,7 +174,8 @@ def _count_model(config: PretrainedConfig) -> tuple[int, int]:
 
 def estimate(plan: Plan, sizes: Sizes) -> Estimate:
     """Return what a plan needs."""
-    hidden, vocab = sizes.facts.hidden_size, sizes.facts.vocab_size
+    hidden = sizes.facts.hidden_size
+    vocab = sizes.facts.vocab_size
     tokens = plan.batch * plan.max_length
     steps = plan.steps if plan.method in ("eagle3",) else 1
     kept = (sizes.boundaries + 1) * hidden
@@ -198,7 +202,8 @@ def estimate(plan: Plan, sizes: Sizes) -> Estimate:
 
 def _laws(plan: Plan, vocab: int) -> float:
     """Return the bytes of a chunk's laws; unrolled tokens share the target's."""
-    own, rows = plan.draft_vocab_size or vocab, plan.chunk
+    own = plan.draft_vocab_size or vocab
+    rows = plan.chunk
     if plan.device.startswith("cpu"):
         rows = min(rows, max(1, _CPU_ELEMENTS // vocab))
     shared = plan.steps if plan.method == "eagle3" else 1
@@ -208,7 +213,8 @@ def _laws(plan: Plan, vocab: int) -> float:
 
 def _operations(plan: Plan, sizes: Sizes) -> dict[str, float]:
     """Return operations per token of the data; heads run on supervised tokens only."""
-    hidden, vocab = sizes.facts.hidden_size, sizes.facts.vocab_size
+    hidden = sizes.facts.hidden_size
+    vocab = sizes.facts.vocab_size
     share = plan.supervised / plan.tokens
     depths = plan.steps if plan.method in ("eagle3", "medusa") else 1
     unrolled = depths if plan.method == "eagle3" else 1
@@ -232,11 +238,13 @@ def matmul_speed(device: str = "cpu", dtype: torch.dtype = torch.float32, size: 
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     cpu = torch.device(device).type == "cpu"
     clock, threads = (time.process_time, torch.get_num_threads()) if cpu else (time.perf_counter, 1)
-    best, spent = float("inf"), 0.0
+    best = float("inf")
+    spent = 0.0
     while spent < _SHORTEST:
         start = clock()
         total = (left @ right).sum()
         float(total)  # waits for the device
         took = max(clock() - start, 1e-7)
-        best, spent = min(best, took), spent + took
+        best = min(best, took)
+        spent = spent + took
     return _ASSUMED * threads * 2 * size**3 / best

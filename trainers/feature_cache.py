@@ -28,7 +28,8 @@ from hf_specgen.trainers.disk import alone, write_whole, writing
 from hf_specgen.trainers.frozen import FrozenTarget
 
 FORMAT = 1
-MANIFEST, ROWS = "cache.json", "rows.parquet"
+MANIFEST = "cache.json"
+ROWS = "rows.parquet"
 _WINDOW = 16  # batches whose rows are sorted by length together
 _SIZES = ("hidden_size", "vocab_size", "num_layers")
 
@@ -58,7 +59,8 @@ def write_cache(
     Raises: ``SpecGenError`` for a folder that holds a cache already, that another process writes, or that cannot be
     written.
     """
-    options, folder = options or CacheOptions(), Path(folder)
+    options = options or CacheOptions()
+    folder = Path(folder)
     with alone(folder / MANIFEST):
         if (folder / MANIFEST).exists():
             raise SpecGenError(f"{folder} holds a cache: give another folder, or remove it first.")
@@ -102,7 +104,8 @@ def _write(
 
 def _states(reader: FrozenTarget, rows: Any, options: CacheOptions) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield each row's ``features (T, n * D)`` and ``last_hidden (T, D)``, in order."""
-    collate, size = DraftCollator(), options.batch_size
+    collate = DraftCollator()
+    size = options.batch_size
     for start in range(0, len(rows), size * _WINDOW):
         window = [rows[i] for i in range(start, min(start + size * _WINDOW, len(rows)))]
         order = sorted(range(len(window)), key=lambda i: len(window[i]["input_ids"]))
@@ -163,14 +166,18 @@ class _Shards:
         tokens = len(tensors["last_hidden"])
         self.written.append({"file": name, "first": self.first, "rows": len(self.last), "tokens": tokens})
         self.first += len(self.last)
-        self.features, self.last, self.held = [], [], 0
+        self.features = []
+        self.last = []
+        self.held = 0
 
 
 class FeatureCache:
     """Read the hidden states of a text's row; files are opened when they are first read, in every process anew."""
 
     def __init__(self, folder: Path, manifest: dict[str, Any], boundaries: tuple[int, ...]) -> None:
-        self.folder, self.manifest, self.boundaries = folder, manifest, boundaries
+        self.folder = folder
+        self.manifest = manifest
+        self.boundaries = boundaries
         self._first = [int(shard["first"]) for shard in manifest["shards"]]
         self._files: dict[int, tuple[Any, Tensor]] = {}
 
@@ -242,10 +249,12 @@ class FeatureCache:
         shard = max(i for i, first in enumerate(self._first) if first <= row)
         file, offsets = self._opened(shard)
         place = row - self._first[shard]
-        start, stop = int(offsets[place]), int(offsets[place + 1])
+        start = int(offsets[place])
+        stop = int(offsets[place + 1])
         last = file.get_slice("last_hidden")[start:stop]
         joined = file.get_slice("features")[start:stop]
-        width, kept = last.shape[-1], self.manifest["boundaries"]
+        width = last.shape[-1]
+        kept = self.manifest["boundaries"]
         parts = tuple(
             last if boundary == FINAL else joined[:, kept.index(boundary) * width :][:, :width]
             for boundary in self.boundaries

@@ -81,7 +81,8 @@ class FrozenTarget:
         features, last = self.read(part)
         size = int(part["attention_mask"].sum()) if "attention_mask" in part else last.shape[1]
         for stored, live in zip((*batch["features"], batch["last_hidden"]), (*features, last), strict=True):
-            said, wanted = stored[0, :size].float(), live[0, :size].float()
+            said = stored[0, :size].float()
+            wanted = live[0, :size].float()
             if float((said - wanted).norm()) > _STORED * float(wanted.norm()):
                 raise IncompatibleDrafter(
                     "the stored hidden states are not what the target says of the text: another target wrote them (a "
@@ -95,7 +96,8 @@ class FrozenTarget:
 
         Of the batch: ``input_ids``, ``attention_mask``, and ``document_ids`` where texts are packed: they stay apart.
         """
-        documents, mask = batch.get("document_ids"), batch.get("attention_mask")
+        documents = batch.get("document_ids")
+        mask = batch.get("attention_mask")
         if documents is not None and not (self._checked_packing or self._sharded):  # all processes run it alike
             self._check_packing(batch["input_ids"], documents)
         if mask is not None and self._joint == 1 and bool((mask[:, 1:] <= mask[:, :-1]).all()):
@@ -122,7 +124,8 @@ class FrozenTarget:
 
     def _check_head(self, states: Tensor, logits: Tensor) -> None:
         """Take over a constant factor behind the head. Raises: ``UnsupportedTarget`` for anything else there."""
-        wanted, plain = whole(logits).float(), (states.to(self.head.dtype) @ self.head.T).float()
+        wanted = whole(logits).float()
+        plain = (states.to(self.head.dtype) @ self.head.T).float()
         if self.softcap:
             plain = self.softcap * (plain / self.softcap).tanh()
         scale = float((wanted * plain).sum() / (plain * plain).sum().clamp(min=1e-12))
@@ -138,7 +141,8 @@ class FrozenTarget:
     def _check_packing(self, ids: Tensor, documents: Tensor) -> None:
         """Compare the last text of a packed row with itself alone. Raises: ``UnsupportedTarget`` if they differ."""
         last = (documents[0] == documents[0].max()).nonzero()[:, 0]
-        start, stop = int(last[0]), int(last[-1]) + 1
+        start = int(last[0])
+        stop = int(last[-1]) + 1
         if start == 0:
             return  # one text: nothing to keep apart
         self._checked_packing = True

@@ -293,7 +293,9 @@ def _parts(job: _Job, count: int, chunk: int) -> Iterator[_Part]:
     ends = [min(start + chunk, count) for start in range(0, count, chunk)]
     bounds = index[[place for end in ends for place in ((end - 1) // chunk * chunk, end - 1)]].tolist()
     for number, end in enumerate(ends):
-        start, first, last = number * chunk, bounds[2 * number], bounds[2 * number + 1]
+        start = number * chunk
+        first = bounds[2 * number]
+        last = bounds[2 * number + 1]
         yield _Part(order[start:end], slice(first, last + 1), index[start:end] - first)
 
 
@@ -301,7 +303,10 @@ class _Sums:
     """Add up chunks: the loss, what is known about each row, and the gradients that are asked for."""
 
     def __init__(self, states: Tensor, weight: Tensor, head: Tensor, job: _Job, needed: tuple[bool, ...]) -> None:
-        self._job, self._states, self._weight, self._inverse = job, states, head, job.inverse()
+        self._job = job
+        self._states = states
+        self._weight = head
+        self._inverse = job.inverse()
         self._kind = torch.promote_types(self._weight.dtype, torch.float32)
         self._space = Space(states.device)
         count = len(states)
@@ -314,7 +319,8 @@ class _Sums:
 
     def add(self, part: _Part) -> None:
         """Read one chunk of rows."""
-        job, objective = self._job, self._job.objective
+        job = self._job
+        objective = self._job.objective
         states = self._states[part.rows].to(self._weight.dtype)
         capped = objective.softcap if objective.borrows else None
         log_q, q = self._law("q", states, self._weight, None, capped)
@@ -351,7 +357,8 @@ class _Sums:
         self, name: str, states: Tensor, weight: Tensor, bias: Tensor | None = None, softcap: float | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities of some states under a head, and as much junk."""
-        rows, width = len(states), len(weight)
+        rows = len(states)
+        width = len(weight)
         logits = torch.mm(states, weight.T, out=self._space.lend(f"{name} logits", rows, width, states.dtype))
         if bias is not None:
             logits.add_(bias)
@@ -376,7 +383,9 @@ class _Sums:
         """
         states = teacher.states[part.teacher].to(teacher.weight.dtype)
         law, spare = self._law("p", states, teacher.weight, teacher.bias, self._job.objective.softcap)
-        wanted, rows, within = best_of(law), self._job.rows, torch.zeros_like(law[:, :1])
+        wanted = best_of(law)
+        rows = self._job.rows
+        within = torch.zeros_like(law[:, :1])
         if rows is not None:
             spare = torch.index_select(law, 1, rows, out=self._space.lend("p kept", len(law), len(rows), self._kind))
             law = self._space.lend("p kept law", len(law), len(rows), self._kind)
@@ -384,7 +393,8 @@ class _Sums:
             within = spare.amax(-1, keepdim=True) - law.amax(-1, keepdim=True)  # logsumexp takes 15 times as long
         p = torch.exp(law, out=spare)
         if part.local is not None:
-            wanted, within = wanted[part.local], within[part.local]
+            wanted = wanted[part.local]
+            within = within[part.local]
             law, p = (self._shared(name, part.local, made) for name, made in (("shared law", law), ("shared p", p)))
         return law, p, within, wanted
 
@@ -419,9 +429,11 @@ class _Sums:
         self, part: _Part, teacher: _Teacher, log_q: Tensor, spare: Tensor, best: Tensor, labels: Tensor | None
     ) -> tuple[Laws, Tensor]:
         """Judge beside the target's law. Returns: the laws, and where the drafter can write the target's best token."""
-        job, objective = self._job, self._job.objective
+        job = self._job
+        objective = self._job.objective
         log_p, p, within, wanted = self._taught(teacher, part)
-        q, mass = torch.exp(log_q, out=spare), within.exp()
+        q = torch.exp(log_q, out=spare)
+        mass = within.exp()
         alone = self._space.lend("alone", len(q), q.shape[1], self._kind)
         alpha = torch.minimum(torch.mul(p, mass, out=alone), q, out=alone).sum(-1).float()
         means = best if job.rows is None else job.rows[best]
@@ -430,7 +442,8 @@ class _Sums:
         if labels is not None:
             at = labels.clamp(0, q.shape[1] - 1)[:, None]
             ratio = (log_q.gather(1, at) - log_p.gather(1, at) - within)[:, 0].clamp(max=0).exp() * (labels >= 0)
-            self.match[part.rows], self.ratio[part.rows] = best == labels, ratio.float()
+            self.match[part.rows] = best == labels
+            self.ratio[part.rows] = ratio.float()
         gate = torch.ones_like(wanted, dtype=torch.bool)
         if job.rows is not None and self._inverse is not None:
             gate = self._inverse[wanted] >= 0

@@ -62,7 +62,8 @@ class ChatReader:
     """
 
     def __init__(self, tokenizer: Any, options: ChatOptions) -> None:
-        self.tokenizer, self.options = tokenizer, options
+        self.tokenizer = tokenizer
+        self.options = options
         template = options.chat_template or tokenizer.chat_template
         if not isinstance(template, str):
             raise SpecGenError(
@@ -118,13 +119,15 @@ class ChatReader:
             return_dict=True,
             return_assistant_tokens_mask=True,
         )
-        ids, mask = list(found["input_ids"]), [bool(bit) for bit in found["assistant_masks"]]
+        ids = list(found["input_ids"])
+        mask = [bool(bit) for bit in found["assistant_masks"]]
         if answers and not any(mask):
             raise SpecGenError(
                 "the chat template has {% generation %} and marks nothing in a chat with answers: it does not go "
                 "around the answers, or the tokenizer tells no character offsets. Mend it, or leave the mark out."
             )
-        borders, marked = self._borders(chat, answers, ids), list(_runs(mask))
+        borders = self._borders(chat, answers, ids)
+        marked = list(_runs(mask))
         if not borders:
             whose = [chat.messages[at] for at in answers] if len(answers) == len(marked) else [None] * len(marked)
             return ids, [_Run(*run, len(ids), message) for run, message in zip(marked, whose, strict=True)]
@@ -143,15 +146,18 @@ class ChatReader:
 
         Raises: ``SpecGenError`` where the tokenizer joins what the target reads with what it writes.
         """
-        borders, whole = [], self._render(chat)
+        borders = []
+        whole = self._render(chat)
         for at in answers:
             try:
-                before, behind = self._render(chat, at, asks=True), self._render(chat, at + 1)
+                before = self._render(chat, at, asks=True)
+                behind = self._render(chat, at + 1)
             except TemplateError:  # it wants whole chats only
                 return []
             if not (whole.startswith(before) and whole.startswith(behind)):
                 return []
-            start, part = self._prefix(before, whole, ids, at), self._tokens(behind)
+            start = self._prefix(before, whole, ids, at)
+            part = self._tokens(behind)
             if ids[: len(part)] != part:
                 return []
             borders.append(_Run(start, len(part), len(part), chat.messages[at]))
@@ -163,7 +169,8 @@ class ChatReader:
         ids = self._tokens(whole)
         runs = []
         for at in answers:
-            before, behind = self._render(chat, at, asks=True), self._render(chat, at + 1)
+            before = self._render(chat, at, asks=True)
+            behind = self._render(chat, at + 1)
             start, stop = (self._prefix(text, whole, ids, at) for text in (before, behind))
             self._check_header(chat, at, before, whole[len(before) : len(behind)])
             runs.append(_Run(start, stop, stop, chat.messages[at]))
@@ -209,10 +216,12 @@ class ChatReader:
 
         Where its message ends, a special token behind that begins the next.
         """
-        start, stop = run.start, run.stop
+        start = run.start
+        stop = run.stop
         last = next((i for i in range(stop - 1, start - 1, -1) if ids[i] in self._stops), None)
         if last is None and stop < run.end and ids[stop] in self._stops:
-            last, stop = stop, stop + 1
+            last = stop
+            stop = stop + 1
         if last is not None and not self.tokenizer.decode(ids[last + 1 : stop]).strip():
             stop = last + 1 if self.options.include_stop_token else last
         start = self._behind_no_thought(ids, start, stop, run.message)
@@ -226,13 +235,15 @@ class ChatReader:
         Raises: ``SpecGenError`` where the tokenizer joins the two.
         """
         text = str(self.tokenizer.decode(ids[start : min(stop, start + _LOOKED_AT)]))
-        found, content = _NO_THOUGHT.match(text), str((message or {}).get("content") or "")
+        found = _NO_THOUGHT.match(text)
+        content = str((message or {}).get("content") or "")
         if found is None or _NO_THOUGHT.match(content):  # the answer's own: the target wrote it
             return start
         blanks = text[found.end() : len(text) - len(text[found.end() :].lstrip())]
         own = content[: len(content) - len(content.lstrip())]
         border = found.end() + len(blanks) - (len(own) if blanks.endswith(own) and len(own) < len(blanks) else 0)
-        shown, place = "", start
+        shown = ""
+        place = start
         while len(shown) < border:
             place += 1
             shown = str(self.tokenizer.decode(ids[start:place]))
@@ -269,8 +280,10 @@ def _unmark_thinking(begin: int, end: int, ids: list[int], mask: list[bool], sta
 
 def preview(ids: Sequence[int], mask: Sequence[bool], tokenizer: Any, limit: int = 400) -> str:
     """Return the first ``limit`` tokens as text, supervised parts in ⟦ ⟧: look at it before training."""
-    ids, mask = list(ids[:limit]), list(mask[:limit])
-    pieces, at = [], 0
+    ids = list(ids[:limit])
+    mask = list(mask[:limit])
+    pieces = []
+    at = 0
     for start, stop in _runs(mask):
         pieces += [tokenizer.decode(ids[at:start]), "⟦", tokenizer.decode(ids[start:stop]), "⟧"]
         at = stop

@@ -158,18 +158,23 @@ class AcceptanceCallback(TrainerCallback):
                 f"{len(prompts)} prompts, every={every} and max_new_tokens={max_new_tokens} were given: a prompt, "
                 "1 and 2 are the least that is required."
             )
-        self.trainer, self.prompts, self.max_new_tokens = trainer, prompts, max_new_tokens
-        self.every, self.prefix = every, prefix
+        self.trainer = trainer
+        self.prompts = prompts
+        self.max_new_tokens = max_new_tokens
+        self.every = every
+        self.prefix = prefix
         self.chat_template_kwargs = check_settings(chat_template_kwargs or {})
         self.temperature = trainer.args.eval_temperature if temperature is None else temperature
-        self._seen, self._step = 0, -1
+        self._seen = 0
+        self._step = -1
         self._plain: list[list[int]] | None = None
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Decode at every ``every``-th evaluated step; several data sets of one step count once."""
         if state.global_step == self._step:
             return
-        self._step, self._seen = state.global_step, self._seen + 1
+        self._step = state.global_step
+        self._seen = self._seen + 1
         if (self._seen - 1) % self.every or self._sharded():
             return
         found = self.measure()
@@ -184,7 +189,8 @@ class AcceptanceCallback(TrainerCallback):
             try:
                 shared = [self._decoded().metrics(self.prefix)]
             except Exception as error:  # the other processes wait: they must hear of it
-                cause, shared = error, [f"{type(error).__name__}: {error}"]
+                cause = error
+                shared = [f"{type(error).__name__}: {error}"]
         broadcast_object_list(shared)
         figures: dict[str, float] | str = shared[0]
         if isinstance(figures, str):
@@ -220,7 +226,8 @@ class AcceptanceCallback(TrainerCallback):
             if self.temperature:
                 text, stats = _written(target, ids, drawn, custom_generate=loop, seed=number)
             assert stats is not None
-            tokens, rounds = tokens + len(text) - 1, rounds + stats.total.num_rounds
+            tokens = tokens + len(text) - 1
+            rounds = rounds + stats.total.num_rounds
             total.merge(stats.total)
         return Decoded(tokens, rounds, equal, len(prompts), total)
 

@@ -181,7 +181,9 @@ def regenerate(
     with alone(out):
         meta = _meta(questions, source)
         done = _resume(out, meta)
-        tokens, start, here = 0, time.perf_counter(), 0
+        tokens = 0
+        start = time.perf_counter()
+        here = 0
         for batch in _batches(questions, batch_size):
             todo = [number for number in batch if number not in done]
             if not todo:
@@ -194,7 +196,8 @@ def regenerate(
             if not (done or here):  # not before: a run that stops without an answer leaves nothing to refuse the next
                 write_whole(meta_path(out), json.dumps(meta, indent=1, ensure_ascii=False) + "\n")
             append(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
-            here, tokens = here + len(rows), tokens + sum(map(len, answers))
+            here = here + len(rows)
+            tokens = tokens + sum(map(len, answers))
             if progress is not None:
                 rate = tokens / (time.perf_counter() - start)
                 progress(len(done) + here, len(questions), f"{tokens:,} tokens, {rate:.0f}/s")
@@ -309,7 +312,8 @@ def _compare(out: Path, meta: dict[str, Any]) -> None:
     if known is None:
         raise _unknown(out)
     differ = [name for name in _MUST_AGREE if (known.get(name) or None) != (meta.get(name) or None)]
-    theirs, ours = known.get("target", {}), meta["target"]
+    theirs = known.get("target", {})
+    ours = meta["target"]
     same = ("fingerprint", *_SIZES) if ours["fingerprint"] else ("fingerprint", *_SIZES, "name")
     if any(theirs.get(name) != ours[name] for name in same):
         differ.append("target")

@@ -49,7 +49,8 @@ Figures = dict[str, Any]
 
 def figures(trainer: DrafterTrainer, about: Mapping[str, Any], worth: Worth | None) -> Figures:
     """Return a finished training in plain values; ``about``: what it was trained on, in the caller's words."""
-    args, state = trainer.args, trainer.state
+    args = trainer.args
+    state = trainer.state
     known = args.to_dict()
     precision = "bfloat16 autocast" if args.bf16 else "float16 autocast" if args.fp16 else "float32"
     return {

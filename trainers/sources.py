@@ -180,7 +180,8 @@ def read_rows(options: TrainOptions, args: DrafterTrainingArguments, tokenizer: 
             held_out = held_out.select(range(min(options.eval_rows, len(held_out))))
         elif options.eval_rows and not streams and len(data) > 1:
             parts = data.train_test_split(test_size=max(1, min(options.eval_rows, len(data) // 10)), seed=args.seed)
-            data, held_out = parts["train"], parts["test"]
+            data = parts["train"]
+            held_out = parts["test"]
         rows = prepare_dataset(data, tokenizer, settings)
         held_out = None if held_out is None else prepare_dataset(held_out, tokenizer, apart)
     return rows, held_out
@@ -188,7 +189,8 @@ def read_rows(options: TrainOptions, args: DrafterTrainingArguments, tokenizer: 
 
 def described(job: Job, target: PreTrainedModel, rows: Any, known: Authored) -> dict[str, Any]:
     """Return what a training was made of; folders of this machine are told by their last part."""
-    options, streams = job.options, isinstance(rows, IterableDataset)
+    options = job.options
+    streams = isinstance(rows, IterableDataset)
     data = options.data
     if data is None:
         data = str(_manifest(str(options.features)).get("data") or options.features)

@@ -33,8 +33,11 @@ class HeadLesson(AbstractContextManager["HeadLesson"]):
     def __init__(
         self, head: nn.Module, lesson: Lesson, factor: float = 1.0, depth: int = 1, draws: bool = False
     ) -> None:
-        self._head, self._lesson, self._factor = head, lesson, factor
-        self._depth, self._draws = depth, draws
+        self._head = head
+        self._lesson = lesson
+        self._factor = factor
+        self._depth = depth
+        self._draws = draws
         self._states = torch.empty(0)
         self._handles: list[RemovableHandle] = []
         self._output: TrainingOutput | None = None
@@ -66,7 +69,8 @@ class HeadLesson(AbstractContextManager["HeadLesson"]):
         return (inputs[0][:, :1],)
 
     def _learn(self, module: nn.Module, *unused: Any) -> None:
-        lesson, ids = self._lesson, self._lesson.input_ids.flatten()
+        lesson = self._lesson
+        ids = self._lesson.input_ids.flatten()
         place = chosen(lesson, 1)
         found = lesson.objective(
             self._states.flatten(0, 1)[place] * self._factor,
@@ -92,7 +96,8 @@ def head_factor(model: PreTrainedModel) -> float:
 
     Raises: ``IncompatibleDrafter`` for a model without a head, or that does more to its logits than that.
     """
-    head, training = model.get_output_embeddings(), model.training
+    head = model.get_output_embeddings()
+    training = model.training
     if head is None:
         raise IncompatibleDrafter(
             f"{type(model).__name__} has no language-model head: load the small model with AutoModelForCausalLM."
@@ -112,7 +117,8 @@ def head_factor(model: PreTrainedModel) -> float:
             f"{type(model).__name__} caps its logits (final_logit_softcapping={probe.softcap}), which is not trained "
             "through. Choose another small model of the target's family."
         )
-    weight, scaled = head.weight.detach(), probe.head.detach()
+    weight = head.weight.detach()
+    scaled = probe.head.detach()
     return float((scaled * weight).sum() / (weight * weight).sum())
 
 
@@ -150,7 +156,8 @@ def rewritten(model: PreTrainedModel, batch: Batch, share: float, temperature: f
         end = min(lengths[row], start + len(answer))
         batch["input_ids"][row, start:end] = torch.tensor(answer[: end - start], device=batch["input_ids"].device)
         for name in ("loss_mask", "attention_mask"):
-            batch[name][row, start:end], batch[name][row, end:] = True, False
+            batch[name][row, start:end] = True
+            batch[name][row, end:] = False
     batch["num_items"] = batch["loss_mask"].sum(dtype=torch.float32)
     return batch
 

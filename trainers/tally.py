@@ -38,7 +38,8 @@ class Tally:
         whole = accelerator.reduce(torch.cat([part.flatten() for part in parts]), "sum").tolist()
         sums: dict[str, list[float]] = {}
         for name, part in zip(names, parts, strict=True):
-            sums[name], whole = whole[: part.numel()], whole[part.numel() :]
+            sums[name] = whole[: part.numel()]
+            whole = whole[part.numel() :]
         found = {}
         if "items" in sums:
             found["loss"] = sums["loss"][0] / max(1.0, sums["items"][0])
