@@ -17,20 +17,22 @@ from tiny import ours, plain, prompts, tiny
 from torch import Tensor, nn
 
 from hf_specgen import Draft, Drafter, PromptLookup, SmallModel, SpecGenError
+from hf_specgen.drafters.prompt_lookup import merge
+from hf_specgen.drafting.shapes import StaticShape
 from hf_specgen.round.records import Tree
 
 FAST = [
     Case("none", "greedy", 1, "triton"),
-    Case("lookup", "sampled", 4, "reference"),
+    Case("lookup", "sampled", 4, "triton"),
     Case("branches", "greedy", 4, "reference"),
     Case("branches", "greedy", 1, "triton"),
     Case("small", "greedy", 4, "reference"),
     Case("medusa chain", "sampled", 1, "reference"),
     Case("medusa tree", "greedy", 4, "reference"),
     Case("medusa tree", "drawn", 1, "reference"),
-    Case("eagle", "greedy", 4, "triton"),
+    Case("eagle", "greedy", 1, "triton"),
     Case("eagle3 chain", "gumbel", 1, "reference"),
-    Case("eagle3 tree", "greedy", 4, "triton"),
+    Case("eagle3 tree", "greedy", 4, "reference"),
     Case("eagle3 dynamic", "greedy", 4, "reference"),
     Case("with lookup", "greedy", 4, "reference"),
 ]
@@ -97,6 +99,19 @@ def test_counts_that_rise_are_refused() -> None:
             compare(case, {**known, name: known[name] + 1})
     with pytest.warns(RuntimeWarning, match="--lower"):
         compare(case, {**known, "uploads": known["uploads"] - 1})
+
+
+def test_trees_tell_bounds_that_hold() -> None:
+    """Nobody waits to learn how deep a tree is, or how many children a node has."""
+    merged = merge([[[1, 2, 3], [1, 4], [5]], [[7]], []], torch.device("cpu"))
+    shaped = StaticShape.from_paths([[0], [0, 0], [0, 1], [1], [2]]).tree()
+    for tree, n_valid in ((merged.tree, merged.n_valid.tolist()), (shaped, [5])):
+        parents = [row[:count] for row, count in zip(tree.parents.tolist(), n_valid, strict=True)]
+        most = max(row.count(parent) for row in parents for parent in row)
+        assert tree.deepest == int(Tree(tree.parents).depth.max())
+        assert tree.widest is not None and tree.widest >= most
+        assert tree.trim(1).max_depth == 1
+    assert Tree(shaped.parents).max_depth == shaped.max_depth, "without a bound the device is read"
 
 
 class OnTheHost(PromptLookup):

@@ -175,14 +175,14 @@ def drafter_of(name: str, draws: bool, on_device: bool) -> Drafter | None:
 
 
 def write(case: Case, on_device: bool, drafter: Drafter | None = None) -> DeviceRun:
-    """Write the case's text on the CPU or on the second device."""
+    """Write the case's text on the second device, or on the CPU with the reference."""
     ids, mask = prompts(list(LENGTHS[: case.rows]))
     rule, settings = MODES[case.mode]
     drafter = drafter or drafter_of(case.drafter, case.mode in ("drawn", "gumbel"), on_device)
     loop = SpeculativeDecoding(drafter, rule)
     device = SecondDevice()
     wanted = {"max_new_tokens": TOKENS, "eos_token_id": stop_tokens(), "pad_token_id": 0, **settings}
-    with ops.use_kernels(case.path):
+    with ops.use_kernels(case.path if on_device else "reference"):
         if not on_device:
             output = plain(target()[0], ids, mask, custom_generate=loop, **wanted)
             return DeviceRun(output, output.speculation, device)
