@@ -10,6 +10,7 @@ import torch
 from tiny import (
     KINDS,
     LEARNED,
+    Handmade,
     RandomTree,
     Watch,
     assert_ran,
@@ -25,7 +26,7 @@ from tiny import (
     with_learned,
 )
 
-from hf_specgen import Draft, Drafter, PromptLookup, Round, SmallModel, SpeculativeDecoding
+from hf_specgen import Draft, PromptLookup, Round, SmallModel, SpeculativeDecoding
 from hf_specgen.models.slot_cache import SlotCache
 from hf_specgen.round.sequences import Sequences
 
@@ -38,18 +39,17 @@ def target():
     return tiny()
 
 
-class ByRow(Drafter):
+class ByRow(Handmade):
     """Let one model draft for row 0 and another for the rest."""
 
     def __init__(self, first: SmallModel, rest: SmallModel) -> None:
         self.first, self.rest = first, rest
 
-    def begin(self, sequences: Sequences) -> None:
-        self.first.begin(sequences)
-        self.rest.begin(sequences)
+    def on_begin(self, sequences: Sequences) -> None:
+        self.sessions = [drafter.begin(self.call) for drafter in (self.first, self.rest)]
 
-    def propose(self, sequences: Sequences) -> Draft:
-        one, others = self.first.propose(sequences), self.rest.propose(sequences)
+    def on_propose(self, sequences: Sequences) -> Draft:
+        one, others = (session.propose(self.room) for session in self.sessions)
         if one.width != others.width:  # both are constant: only the last rounds of row 0 differ
             wider = one if one.width > others.width else others
             narrow = others if wider is one else one
@@ -59,9 +59,9 @@ class ByRow(Drafter):
         tokens = torch.cat([one.tokens[:1], others.tokens[1:]])
         return Draft(tokens, one.tree, torch.cat([one.n_valid[:1], others.n_valid[1:]]))
 
-    def observe(self, round: Round) -> None:
-        self.first.observe(round)
-        self.rest.observe(round)
+    def on_observe(self, round: Round) -> None:
+        for session in self.sessions:
+            session.observe(round)
 
 
 @pytest.fixture(scope="module")
@@ -202,8 +202,8 @@ class Proofread(Watch):
     wrong = drafted_tokens = 0
 
     @torch.no_grad()
-    def propose(self, sequences: Sequences) -> Draft:
-        draft = super().propose(sequences)
+    def on_propose(self, sequences: Sequences) -> Draft:
+        draft = super().on_propose(sequences)
         for row, (tokens, count) in enumerate(zip(draft.tokens.tolist(), draft.n_valid.tolist(), strict=True)):
             text = [*sequences.tokens[row], *tokens[:count]]
             best = self.inner.model(torch.tensor([text]), use_cache=False).logits[0].argmax(-1).tolist()

@@ -15,6 +15,7 @@ from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from hf_specgen import Costs, IncompatibleDrafter, SpecGenError, SpeculativeDecoding
 from hf_specgen.drafters.eagle import EagleDrafter
+from hf_specgen.drafting.drafter import Call, TargetView
 
 METHODS = ["eagle", "eagle3"]
 
@@ -22,13 +23,13 @@ METHODS = ["eagle", "eagle3"]
 class Record(Steered):
     """Keep every round's own draft beside the texts it was made for."""
 
-    def begin(self, sequences) -> None:
-        super().begin(sequences)
+    def on_begin(self, sequences) -> None:
+        super().on_begin(sequences)
         self.made: list[tuple[list[list[int]], list[int], object]] = []
 
-    def propose(self, sequences):
-        room = sequences.room
-        draft = super().propose(sequences)
+    def on_propose(self, sequences):
+        room = self.room
+        draft = super().on_propose(sequences)
         self.made.append((self.before, room, self.own))
         return draft
 
@@ -263,10 +264,9 @@ def test_a_call_leaves_nothing_behind(shape: str) -> None:
     with pytest.raises(KeyboardInterrupt):
         ours(model, drafter, ids, mask, on_tokens=stop)
     gc.collect()
-    assert drafter._session is None
     assert torch.equal(ours(model, drafter, ids, mask), plain(model, ids, mask)), "and the next call is not disturbed"
     gc.collect()
-    assert drafter._session is None and set(vars(drafter)) == names
+    assert set(vars(drafter)) == names
     assert all(torch.equal(value, state[name]) for name, value in drafter.state_dict().items())
     assert not any(module._forward_hooks for module in (*model.modules(), *drafter.modules()))
 
@@ -277,26 +277,25 @@ def test_copies_and_pickles_hold_neither_target_nor_call() -> None:
     drafter = drafter_of("eagle3", tree="chain", num_tokens=4, draft_vocab_size=16)
     watch = Watch(drafter)
     expected = ours(model, watch, ids, mask)
-    sequences = _sequences(model, ids)
-    drafter.begin(sequences)
+    drafter.begin(Call(_sequences(model, ids), TargetView(model)))
     weights = sum(value.numel() * value.element_size() for value in drafter.state_dict().values())
     data = pickle.dumps(drafter)
     assert len(data) < weights + 60_000
     for twin in (copy.deepcopy(drafter), pickle.loads(data)):
-        assert twin._parts is None and twin._session is None
+        assert twin._parts is None and not twin._borrowed
         with pytest.raises(IncompatibleDrafter, match="no target yet"):
             twin.embed(torch.zeros(1).long())
         assert torch.equal(ours(model, twin, ids, mask), expected)
-    assert drafter._parts is not None and drafter._session is not None
+    assert drafter._borrowed
 
 
 def _sequences(model, ids):
     kept = []
 
     class Keep(Watch):
-        def begin(self, sequences) -> None:
+        def on_begin(self, sequences) -> None:
             kept.append(sequences)
-            super().begin(sequences)
+            super().on_begin(sequences)
 
     ours(model, Keep(drafter_of("eagle")), ids, max_new_tokens=1)
     return kept[0]
@@ -343,8 +342,6 @@ def test_refusals_come_before_the_first_token() -> None:
     assert seen == []
     sampled = drafter_of("eagle", sample=True, **SHAPES["dynamic"])
     assert torch.equal(ours(model, sampled, ids), plain(model, ids)), "a greedy target draws nothing"
-    with pytest.raises(SpecGenError, match="begin"):
-        drafter_of("eagle").propose(None)
     with pytest.raises(SpecGenError, match="layer_type"):
         EagleDrafter(config_of("eagle", layer_type="mamba"))
     for settings in ({"own_head": True}, {"target_hidden_size": 64}):

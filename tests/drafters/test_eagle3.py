@@ -102,7 +102,7 @@ def test_default_boundaries_follow_the_target() -> None:
     assert drafter.hidden_layers == ()
     expected = plain(model, ids, mask)
     assert torch.equal(ours(model, drafter, ids, mask), expected)
-    assert drafter.hidden_layers == (2, 4, 5)
+    assert drafter.reads(model).hidden == (2, 4, 5)
     known = drafter_of("eagle3", aux_layer_boundaries=[], target={"num_layers": 36})
     assert known.hidden_layers == (2, 18, 33)
     watch = Steered(drafter_of("eagle3", aux_layer_boundaries=[], **SHAPES["static"]), texts_of(expected, mask))
@@ -136,8 +136,8 @@ def test_the_law_that_is_handed_over_is_the_processed_one(shape: str, reduced: b
     kept = []
 
     class Keep(Watch):
-        def propose(self, sequences):
-            draft = super().propose(sequences)
+        def on_propose(self, sequences):
+            draft = super().on_propose(sequences)
             kept.append(([list(row) for row in sequences.tokens], draft))
             return draft
 
@@ -174,8 +174,8 @@ def processed(model, text: torch.Tensor, logits: torch.Tensor, **settings) -> to
 class RawLaw(Watch):
     """Hand over another law than the one that was drawn from."""
 
-    def propose(self, sequences) -> Draft:
-        draft = super().propose(sequences)
+    def on_propose(self, sequences) -> Draft:
+        draft = super().on_propose(sequences)
         return replace(draft, q=DenseQ(draft.q.logits * 0.3)) if isinstance(draft.q, DenseQ) else draft
 
 

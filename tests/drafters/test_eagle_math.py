@@ -31,13 +31,13 @@ BUDGET = 14
 class Witness(Watch):
     """Keep what every proposal saw and what it was."""
 
-    def begin(self, sequences) -> None:
+    def on_begin(self, sequences) -> None:
         self.seen: list[tuple[list[list[int]], list[int], Draft]] = []
-        super().begin(sequences)
+        super().on_begin(sequences)
 
-    def propose(self, sequences) -> Draft:
-        texts, room = [list(row) for row in sequences.tokens], list(sequences.room)
-        draft = super().propose(sequences)
+    def on_propose(self, sequences) -> Draft:
+        texts, room = [list(row) for row in sequences.tokens], list(self.room)
+        draft = super().on_propose(sequences)
         self.seen.append((texts, room, draft))
         return draft
 
@@ -219,14 +219,14 @@ def test_the_laws_that_drawn_drafts_carry(method: str, name: str, shape: str, mo
 class Tampered(Witness):
     """Hand on the target's features of accepted tokens slightly changed, as if the drafter's own guesses were kept."""
 
-    def observe(self, round: Round) -> None:
+    def on_observe(self, round: Round) -> None:
         changed = round
         if self.rounds:
             other = [0.7 * layer + 0.3 * layer.roll(1, -1) for layer in round.hidden]
             hidden = [torch.cat([a[:, :1], b[:, 1:]], 1) for a, b in zip(round.hidden, other, strict=True)]
             changed = replace(round, hidden=tuple(hidden))
         self.rounds.append(round)
-        self.inner.observe(changed)
+        self.session.observe(changed)
 
 
 @pytest.mark.parametrize(("method", "shape"), [("eagle", "chain"), ("eagle3", "dynamic"), ("medusa", "static")])

@@ -272,9 +272,9 @@ class Fickle(Watch):
         self.forwards += 1
         return output if min(self.sequences.new) >= self.right_after else output.roll(1, -1)
 
-    def begin(self, sequences) -> None:
+    def on_begin(self, sequences) -> None:
         self.sequences = sequences
-        super().begin(sequences)
+        super().on_begin(sequences)
 
 
 @pytest.mark.parametrize("lengths", [[12], RAGGED])

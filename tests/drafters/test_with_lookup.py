@@ -27,8 +27,9 @@ from hf_specgen import (
     stock_candidates,
 )
 from hf_specgen.drafters import with_lookup
-from hf_specgen.drafters.prompt_lookup import Found
-from hf_specgen.drafting.drafter import DraftLength, Pace
+from hf_specgen.drafters.prompt_lookup import LookupSession
+from hf_specgen.drafting.copier import Continuations
+from hf_specgen.drafting.lengths import DraftLength, Pace
 from hf_specgen.round.costs import Rate
 
 CHAIN = {"tree": "chain"}
@@ -137,10 +138,15 @@ def test_medusa_reads_the_newest_state() -> None:
 class Never(PromptLookup):
     """Find something in every row and round, and always the wrong thing."""
 
-    def _search(self, row: int, bound: int) -> Found:
+    def begin(self, call):
+        return NeverRight(self, call)
+
+
+class NeverRight(LookupSession):
+    def _search(self, row: int, bound: int) -> Continuations:
         found = super()._search(row, bound)
         newest = self._rows[row].tokens[-1]  # no target below repeats a token
-        return Found(self._rates[row][2], [[newest] * bound]) if bound else found
+        return Continuations(self._rates[row][2], [[newest] * bound]) if bound else found
 
 
 def oracle_of(method: str, target, **settings: object):
@@ -171,7 +177,7 @@ def test_a_lookup_that_is_always_wrong_costs_the_other_nothing(method: str, shap
     expected = plain(target.model, ids, max_new_tokens=60)
     watch = Kept(WithLookup(oracle_of(method, target, **shape), Never(costs=CHEAP)))
     assert torch.equal(ours(target.model, watch, ids, max_new_tokens=60), expected)
-    (group,) = watch.inner._groups
+    (group,) = watch.session._groups
     assert watch.row_rounds(True) >= 1, "it was tried"
     assert watch.row_rounds(True) <= 4 * 4, "and given up"
     assert missed(watch, copied=False) == 0
@@ -179,7 +185,7 @@ def test_a_lookup_that_is_always_wrong_costs_the_other_nothing(method: str, shap
     if shape is CHAIN:
         (pace,) = watch.paces
         assert pace.rate.rates[0] > 0.8 and pace.rate.rates[1] > 0.8 and not pace._rest
-    assert watch.inner.lookup._rates[0][2].rates[0] < 0.1
+    assert watch.session.lookup._rates[0][2].rates[0] < 0.1
 
 
 def test_a_drafter_that_is_always_wrong_costs_the_lookup_nothing() -> None:
@@ -189,10 +195,10 @@ def test_a_drafter_that_is_always_wrong_costs_the_lookup_nothing() -> None:
     watch = Kept(WithLookup(SmallModel(tiny(9, layers=1), costs=CHEAP), lookup))
     assert torch.equal(ours(model, watch, ids, mask, max_new_tokens=60), expected)
     assert watch.row_rounds(True) > watch.row_rounds(False) and missed(watch, copied=True) <= 8
-    (group,) = watch.inner._groups
-    assert watch.inner.lookup._rates[0][2].rates[0] > 0.7
+    (group,) = watch.session._groups
+    assert watch.session.lookup._rates[0][2].rates[0] > 0.7
     assert group.rate.rates[0] <= 0.6, "no copy taught it"
-    assert watch.inner.drafter._pace.rate.rates[0] <= 0.6
+    assert watch.session.other.settings._pace.rate.rates[0] <= 0.6
 
 
 def test_where_every_row_copies_the_other_does_not_run() -> None:
@@ -211,15 +217,15 @@ def test_where_every_row_copies_the_other_does_not_run() -> None:
 
 def test_a_resting_drafter_leaves_its_rows_to_the_lookup() -> None:
     class Silent(Watch):
-        def propose(self, sequences) -> Draft:
+        def on_propose(self, sequences) -> Draft:
             return Draft.empty(len(sequences), sequences.prompt.device)
+
+        def on_observe(self, round) -> None: ...
 
     model, (ids, mask) = tiny(), prompts(RAGGED)
     expected = plain(model, ids, mask)
     lookup = PromptLookup(max_ngram=1, corpus=texts_of(expected, mask), costs=CHEAP)  # promises less than is assumed
     watch = Kept(WithLookup(Silent(SmallModel(tiny(1))), lookup))
-    watch.inner.drafter.begin = lambda _: None
-    watch.inner.drafter.observe = lambda _: None
     assert torch.equal(ours(model, watch, ids, mask), expected)
     assert watch.row_rounds(True) >= 6 and watch.row_rounds(False) == 0
     assert any(copied for copied, _ in watch.rows[0])
@@ -230,8 +236,8 @@ def test_what_is_not_used_is_tried_again() -> None:
     target = oracle_target("successor")
 
     class Late(Watch):
-        def propose(self, sequences) -> Draft:
-            draft = super().propose(sequences)
+        def on_propose(self, sequences) -> Draft:
+            draft = super().on_propose(sequences)
             wrong = sequences.lengths[0] < 40
             return Draft((draft.tokens + 1) % 20, draft.tree, draft.n_valid) if wrong and draft.width else draft
 
@@ -318,7 +324,7 @@ def test_statistics_name_both_and_any_way_in_works() -> None:
     drafter = WithLookup(inner_of("eagle3, chain", model, texts), lookup_of(texts, 6))
     out = ours(model, drafter, ids, mask, return_dict_in_generate=True)
     assert torch.equal(out.sequences, expected) and out.speculation.drafter == "PromptLookup + Eagle3Drafter"
-    assert drafter.hidden_layers == drafter.drafter.hidden_layers != ()
+    assert drafter.reads(model).hidden == drafter.drafter.hidden_layers != ()
     with stock_candidates(model, drafter) as calls:
         assert torch.equal(plain(model, ids, mask), expected)
     assert calls[0].stats.drafter == "PromptLookup + Eagle3Drafter" and calls[0].stats.num_accepted_tokens > 4
@@ -342,7 +348,6 @@ def test_an_interrupted_call_leaves_nothing_behind() -> None:
         ours(model, drafter, ids, mask, on_tokens=stop)
     for part, names in zip((drafter, drafter.drafter, drafter.lookup), before, strict=True):
         assert set(vars(part)) == set(names) and all(vars(part)[name] is value for name, value in names.items())
-    assert drafter.drafter._session is None
     inner: list[torch.Tensor] = []
 
     def again(row: int, tokens: list[int]) -> None:

@@ -23,6 +23,7 @@ from hf_specgen import (
     use_kernels,
 )
 from hf_specgen.drafters import with_lookup
+from hf_specgen.drafting.drafter import Call, Session
 from hf_specgen.ops import record
 
 ENOUGH = 1e-4
@@ -115,14 +116,15 @@ def test_under_processors_and_a_reduced_vocabulary(eight) -> None:
     assert p_value(draws, law, 8) > ENOUGH
 
 
-class Misreported(WithLookup):
+class Misreported(Kept):
     """Say of copied tokens that they were drawn from a flat law."""
 
-    def propose(self, sequences) -> Draft:
-        draft = super().propose(sequences)
-        if draft.q is None or not any(self._copied):
+    def on_propose(self, sequences) -> Draft:
+        draft = super().on_propose(sequences)
+        copied = self.session._copied
+        if draft.q is None or not any(copied):
             return draft
-        rows = torch.tensor(self._copied)
+        rows = torch.tensor(copied)
         if isinstance(draft.q, SparseQ):
             flat = torch.zeros(*draft.tokens.shape, sequences.vocab_size).double()
             return replace(draft, q=DenseQ(flat))
@@ -132,7 +134,7 @@ class Misreported(WithLookup):
 @pytest.mark.parametrize(("shape", "rule"), [("static", "rejection"), ("chain", "block")])
 def test_a_wrong_law_of_copies_is_noticed(shape: str, rule: str, four) -> None:
     law = enumerate_law(four, prompt(4), 3, do_sample=True, top_k=0)
-    watch = Kept(Misreported(inner_of("eagle", four, shape), PromptLookup(costs=CHEAP)))
+    watch = Misreported(WithLookup(inner_of("eagle", four, shape), PromptLookup(costs=CHEAP)))
     draws = draw(four, watch, 600, rule, tokens=3)
     assert watch.mixed >= 2
     assert p_value(draws, law, 4) < ENOUGH
@@ -177,9 +179,10 @@ def test_a_decision_that_looks_at_the_neighbours_is_noticed(eight, monkeypatch) 
     """What the test above is for: with rates that rows share, a drawn text depends on the batch."""
     begin = WithLookup.begin
 
-    def shared(self: WithLookup, sequences) -> None:
-        begin(self, sequences)
-        self._groups = [with_lookup._Group(list(range(len(sequences))))]
+    def shared(self: WithLookup, call: Call) -> Session:
+        session = begin(self, call)
+        session._groups = [with_lookup._Group(list(range(call.rows)))]
+        return session
 
     monkeypatch.setattr(WithLookup, "begin", shared)
     with pytest.raises(AssertionError):

@@ -123,8 +123,8 @@ def test_drawn_dynamic_trees_are_refused(method: str, four) -> None:
 class Misreported(Watch):
     """Hand over another law than the drafted tokens were drawn from."""
 
-    def propose(self, sequences) -> Draft:
-        draft = super().propose(sequences)
+    def on_propose(self, sequences) -> Draft:
+        draft = super().on_propose(sequences)
         return draft if draft.q is None else self.change(draft)
 
     def change(self, draft: Draft) -> Draft:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_specgen.drafting.shapes import ABSENT, DynamicShape, Growth, StaticShape, parse_shape, rerank, top
+from hf_specgen.drafting.growth import Growth, rerank
+from hf_specgen.drafting.shapes import ABSENT, DynamicShape, StaticShape, parse_shape, top
 from hf_specgen.errors import SpecGenError
 from hf_specgen.round.costs import Costs
 from hf_specgen.round.records import Tree

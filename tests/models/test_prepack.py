@@ -240,9 +240,9 @@ def test_autocast_and_compile_get_the_plain_layer() -> None:
 
 def test_the_costs_are_those_of_packed_weights() -> None:
     class Costing(Watch):
-        def begin(self, sequences: Any) -> None:
+        def on_begin(self, sequences: Any) -> None:
             self.costs = sequences.costs
-            super().begin(sequences)
+            super().on_begin(sequences)
 
     model, cpu = tiny(), torch.device("cpu")
     watch = Costing(PromptLookup(4))

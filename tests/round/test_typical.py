@@ -9,9 +9,9 @@ import warnings
 import pytest
 import torch
 from law import enumerate_law, p_value
-from tiny import Watch, assert_ran, build, disturbed, drafter_of, garbled, plain, prompts, texts_of, tiny
+from tiny import Handmade, Watch, assert_ran, build, disturbed, drafter_of, garbled, plain, prompts, texts_of, tiny
 
-from hf_specgen import Drafter, PromptLookup, SmallModel, SpecGenError, SpeculativeDecoding, enable, ops, use_kernels
+from hf_specgen import PromptLookup, SmallModel, SpecGenError, SpeculativeDecoding, enable, ops, use_kernels
 from hf_specgen.round.coins import Coins
 from hf_specgen.round.records import DenseQ, Draft, Tree
 from hf_specgen.round.typical import Typical, verify_typical
@@ -219,13 +219,13 @@ def test_the_kernels_write_the_same_text() -> None:
     assert torch.equal(text, expected) and calls["typical_tree", "triton"] >= 2
 
 
-class Same(Drafter):
+class Same(Handmade):
     """Draft the same two tokens in every round."""
 
-    def begin(self, sequences) -> None: ...
+    def on_begin(self, sequences) -> None: ...
 
-    def propose(self, sequences) -> Draft:
-        return Draft.from_lists([[7, 8][:room] for room in sequences.room])
+    def on_propose(self, sequences) -> Draft:
+        return Draft.from_lists([[7, 8][:room] for room in self.room])
 
 
 @pytest.mark.parametrize("temperature", [0.8, 0.05])
