@@ -89,7 +89,8 @@ class StockCandidates(CandidateGenerator):
         """
         if not self._sequences.new[0]:
             return input_ids, None
-        self._draft = draft = self.session.propose(self._sequences.room)
+        draft = self.session.propose(self._sequences.room).offered  # stock computes nothing that it does not judge
+        self._draft = draft
         self._path = path = self._first_path(draft)
         tokens = draft.tokens[:, path].to(input_ids.device)
         logits = _logits(draft, path, self._sequences.vocab_size) if path else None

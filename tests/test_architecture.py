@@ -42,8 +42,10 @@ MOVING_PARTS_ALLOWED = {
     "hf_specgen/calls/requests.py",
     "hf_specgen/drafting/drafter.py",
     "hf_specgen/drafting/layers.py",
+    "hf_specgen/models/cache_layers.py",
     "hf_specgen/models/cached_model.py",
     "hf_specgen/models/layer_kinds.py",
+    "hf_specgen/models/prompt.py",
     "hf_specgen/models/slot_cache.py",
 }
 

@@ -9,9 +9,9 @@ import torch
 from law import enumerate_law, p_value
 from tiny import Handmade, RandomTree, Watch, disturbed, some, tiny
 
-import hf_specgen.drafters.small_model
 import hf_specgen.round.verify
 from hf_specgen import DenseQ, Draft, Drafter, PromptLookup, SmallModel, SparseQ, SpeculativeDecoding, Tree
+from hf_specgen.drafting.shapes import StaticShape
 from hf_specgen.round.coins import Coins
 
 ENOUGH = 1e-4
@@ -179,19 +179,16 @@ def noise_without_depth(patch: pytest.MonkeyPatch) -> None:
 
 def greedy_with_a_law(patch: pytest.MonkeyPatch) -> None:
     """Hand over the softmax of tokens that were picked without chance."""
-    chain = hf_specgen.drafters.small_model._Chain
 
-    def pick(self, scores: torch.Tensor) -> torch.Tensor:
-        self._laws.append(scores)
-        self._tokens.append(scores.argmax(-1))
-        return self._tokens[-1][:, None]
+    def best(self, depth: int, scores: torch.Tensor, coins: object) -> torch.Tensor:
+        return self.best(depth, scores)
 
-    patch.setattr(chain, "pick", pick)
+    patch.setattr(StaticShape, "draw", best)
 
 
 def siblings_with_replacement(patch: pytest.MonkeyPatch) -> None:
-    genuine = SampledTree.propose
-    patch.setattr(SampledTree, "propose", lambda self, rows: replace(genuine(self, rows), without_replacement=False))
+    genuine = SampledTree.on_propose
+    patch.setattr(SampledTree, "on_propose", lambda self, rows: replace(genuine(self, rows), without_replacement=False))
 
 
 BREAKS = {

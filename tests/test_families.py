@@ -11,8 +11,10 @@ from tiny import CASES, FAMILIES, assert_ran, build, drafter_of, ours, plain, pr
 
 import hf_specgen.models.attention
 from hf_specgen import PromptLookup, SpeculativeDecoding
+from hf_specgen.models.cache_layers import AcceptedPath, SlotGroup
 from hf_specgen.models.cached_model import CachedModel
-from hf_specgen.models.slot_cache import SlotCache, SlotGroup
+from hf_specgen.models.slot_cache import SlotCache
+from hf_specgen.models.visibility import SlotMap, TreeVisibility
 from hf_specgen.round.records import Tree
 
 TOKENS = 22
@@ -165,16 +167,17 @@ def causal(parents: torch.Tensor) -> torch.Tensor:
 
 
 def break_gather(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SlotCache, "_gather", lambda self, paths: None)
+    patch.setattr(AcceptedPath, "move", lambda self: None)
 
 
 def break_tree_mask(patch: pytest.MonkeyPatch) -> None:
     genuine = SlotCache.masks
 
-    def masks(self: SlotCache, tree: Tree) -> dict[str, torch.Tensor]:
+    def masks(self: SlotCache, visibility: TreeVisibility) -> dict[str, torch.Tensor]:
+        tree = visibility.tree
         wrong = Tree(tree.parents)
         wrong.__dict__["ancestors"], wrong.__dict__["depth"] = causal(tree.parents), tree.depth
-        return genuine(self, wrong)
+        return genuine(self, TreeVisibility(wrong))
 
     patch.setattr(SlotCache, "masks", masks)
 
@@ -184,26 +187,25 @@ def break_depth(patch: pytest.MonkeyPatch) -> None:
 
 
 def break_window(patch: pytest.MonkeyPatch) -> None:
-    def visible(self: SlotGroup, cache: SlotCache, tree: Tree) -> torch.Tensor:
-        unbounded = SlotGroup(self.kind, None, self.capacity, self.view)
-        return genuine(unbounded, cache, tree)
+    def slots(self: SlotGroup, lengths: torch.Tensor) -> SlotMap:
+        return SlotMap(lengths, self.capacity, self.view)
 
-    genuine = SlotGroup.visible
-    patch.setattr(SlotGroup, "visible", visible)
+    patch.setattr(SlotGroup, "slots", slots)
 
 
 def break_commit(patch: pytest.MonkeyPatch) -> None:
     genuine = SlotCache.commit
 
-    def commit(self: SlotCache, counts: list[int], paths: torch.Tensor | None = None) -> None:
+    def commit(self: SlotCache, counts: list[int], paths: torch.Tensor | None = None, kept: object = None) -> None:
         genuine(self, [count - (count > 1) for count in counts], paths)
 
     patch.setattr(SlotCache, "commit", commit)
 
 
 def break_eager_mask(patch: pytest.MonkeyPatch) -> None:
-    def masks(self: CachedModel, tree: Tree) -> torch.Tensor:
-        return next(iter(self.cache.masks(tree).values())).expand(len(self.lengths), -1, -1, -1)
+    def masks(self: CachedModel, visibility: TreeVisibility) -> dict[str, torch.Tensor]:
+        masks = self.cache.masks(visibility)
+        return {kind: mask.expand(len(self.lengths), -1, -1, -1) for kind, mask in masks.items()}
 
     patch.setattr(CachedModel, "_masks", masks)
 

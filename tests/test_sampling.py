@@ -8,7 +8,7 @@ from tiny import Watch, assert_ran, build, disturbed, drafter_of, plain, prompts
 
 import hf_specgen.ops
 from hf_specgen import PromptLookup, SmallModel, SpecGenError, SpeculativeDecoding, enable
-from hf_specgen.drafters.small_model import _Chain
+from hf_specgen.drafting import fill
 from hf_specgen.round.coins import Coins
 from hf_specgen.round.sequences import Sequences
 
@@ -264,13 +264,12 @@ def test_coins_by_round_would_be_seen(target, monkeypatch: pytest.MonkeyPatch) -
 
 def test_uncoupled_drafts_would_be_seen(target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control of the gumbel check: a drafter with noise of its own."""
-    genuine = _Chain.__init__
+    genuine = fill._Filling._coupled
 
-    def init(self: _Chain, sequences: Sequences, live: list[int], sample: bool) -> None:
-        genuine(self, sequences, live, sample)
-        if self._coins is not None:
-            self._coins = Coins(self._coins.seeds + 1, self._coins.row_ids, self._coins.positions)
+    def coupled(self, scores):
+        self._coins = Coins(self._coins.seeds + 1, self._coins.row_ids, self._coins.positions)
+        return genuine(self, scores)
 
-    monkeypatch.setattr(_Chain, "__init__", init)
+    monkeypatch.setattr(fill._Filling, "_coupled", coupled)
     with pytest.raises(AssertionError):
         test_gumbel_gives_the_text_of_the_seed_for_sampled_drafts_too(3, 4, target)

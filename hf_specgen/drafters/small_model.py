@@ -13,9 +13,11 @@ from hf_specgen.drafting.shapes import StaticShape
 from hf_specgen.errors import IncompatibleDrafter
 from hf_specgen.models.cached_model import CachedModel
 from hf_specgen.models.facts import step_size
+from hf_specgen.models.passes import Pass
+from hf_specgen.models.prompt import Prompt
 from hf_specgen.models.wrappers import driven
 from hf_specgen.round.costs import Costs
-from hf_specgen.round.records import Draft, Round, Tree
+from hf_specgen.round.records import Draft, Round
 
 _LONGEST = 8
 _CONSTANT = 4
@@ -131,8 +133,7 @@ class SmallModelLevels(LevelModel):
 
     def advance(self, level: Level) -> None:
         """Read one drafted token a row; it is kept in rows that go on drafting."""
-        step = Tree.chain(0, self.cached.device)
-        output = self.cached.extend(self._known(level.tokens), step, undo=level.depth - 1)
+        output = self.cached.run(Pass.chain(self._known(level.tokens), undo=level.depth - 1))
         self.cached.commit([int(level.depth < want) for want in level.wanted])
         self._logits = output.logits
 
@@ -145,14 +146,14 @@ class SmallModelLevels(LevelModel):
 
     def _read_prompts(self, rows: list[list[int]]) -> Tensor:
         """Read the beginnings of all texts; return the logits ``(R, 1, V)`` behind them."""
-        return self.cached.prefill(self._padded(rows, left=True), [len(row) for row in rows]).logits
+        prompt = Prompt(self._padded(rows, left=True), [len(row) for row in rows])
+        return self.cached.prefill(prompt).logits
 
     def _read_on(self, rows: list[list[int]]) -> Tensor:
         """Read what was written since; return the logits ``(R, 1, V)`` behind each row's newest token."""
         read = [len(row) for row in rows]
         counts = torch.tensor(read, device=self.cached.device)
-        chain = Tree.chain(max(read) - 1, self.cached.device)
-        output = self.cached.extend(self._padded(rows, left=False), chain, counts - 1)
+        output = self.cached.run(Pass.chain(self._padded(rows, left=False), counts - 1))
         self.cached.commit(read)
         places = torch.arange(len(rows), device=self.cached.device)
         return output.logits[places, (counts - 1).clamp(min=0)].unsqueeze(1)

@@ -108,16 +108,16 @@ class LookupMixSession(Session):
         # asked about no row at all the other one drafts nothing, but reads what waits when there is too much of it
         other = self.other.propose([space if asks else 0 for space, asks in zip(room, asked, strict=True)])
         if not self._drawn:
-            counts = self._revised(counts, asked, other, found)
+            counts = self._revised(counts, asked, other.offered, found)
         self._copied = [count > 0 for count in counts]
         if not any(counts):
             return other
         copies = self.lookup.copies(counts, branches=not self._drawn)
         vocab = self.call.sequences.vocab_size
-        if not other.width or not any(asked):
+        if not other.width or not any(asked):  # scouts rest with their drafter
             law = _certain(copies.tokens, vocab) if self._drawn else None
             return replace(copies, q=law, broken=other.broken)
-        return _merged(copies, other, self._copied, vocab)
+        return with_scouts(_merged(copies, other.offered, self._copied, vocab), other)
 
     def observe(self, round: Round) -> None:
         """Show the round to both; a row's acceptance teaches only the one that drafted it."""
@@ -248,7 +248,7 @@ class _Part(Round):
             return round
         marks = torch.tensor(mine, device=round.draft.n_valid.device)
         draft = replace(round.draft, n_valid=round.draft.n_valid * marks)
-        return cls(draft, round.verdict, round.hidden, round, tuple(mine))
+        return cls(draft, round.verdict, round.hidden, round.guesses, round, tuple(mine))
 
     @cached_property
     def host(self) -> list[list[int]]:
@@ -275,6 +275,26 @@ def _merged(copies: Draft, other: Draft, copied: list[bool], vocab: int) -> Draf
     rows = torch.tensor([row for row, copies in enumerate(copied) if copies], device=device)
     law = None if other.q is None else _with_copies(other.q, _known(tokens, vocab), rows, vocab)
     return Draft(tokens, tree, n_valid, law, other.without_replacement, other.broken)
+
+
+def with_scouts(offer: Draft, scouting: Draft) -> Draft:
+    """Put the scouts of one draft behind the nodes of another, which offers what the first one offers at least.
+
+    Scouts may hang on nodes of their own draft: these must stand in the same columns of ``offer``. In rows that copy
+    other tokens stand there, and what the target thinks behind scouts means less; it is never wrong to look.
+    """
+    count = scouting.scouts
+    if not count:
+        return offer
+    start = scouting.width - count
+    moved = offer.width - start
+    parents = scouting.tree.parents[:, start:]
+    parents = torch.where(parents >= start, parents + moved, parents)
+    rows = max(len(parents), len(offer.tree.parents))
+    links = torch.cat([offer.tree.parents.expand(rows, -1), parents.expand(rows, -1)], 1)
+    tokens = torch.cat([offer.tokens, scouting.tokens[:, start:]], 1)
+    is_chain = scouting.tree.is_chain and not moved
+    return replace(offer, tokens=tokens, tree=Tree(links, is_chain), scouts=count)
 
 
 def _certain(tokens: Tensor, vocab: int) -> SparseQ:

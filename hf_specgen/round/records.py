@@ -90,8 +90,11 @@ class Draft:
     ``q`` is None when every token was picked deterministically given the text (argmax, lookup, a coin of the
     seed). Otherwise ``q[b, i]`` is the law that node ``i`` was drawn from; siblings share it, and
     ``without_replacement`` says how siblings were drawn. ``broken ()`` bool: the drafter's own logits were no numbers.
+    The last ``scouts`` nodes of every row are computed by the pass and never offered to verification: what the target
+    thinks there comes back as ``Round.guesses``. ``q`` may leave them out.
 
-    Shapes: ``tokens (B, N)`` int64, ``n_valid (B,)`` int64: the first ``n_valid[b]`` nodes of row ``b`` count.
+    Shapes: ``tokens (B, N)`` int64, ``n_valid (B,)`` int64: the first ``n_valid[b]`` nodes of row ``b`` count, at most
+    ``N - scouts``.
     """
 
     tokens: Tensor
@@ -100,6 +103,7 @@ class Draft:
     q: SparseQ | DenseQ | None = None
     without_replacement: bool = False
     broken: Tensor | None = None
+    scouts: int = 0
 
     @classmethod
     def empty(cls, rows: int, device: torch.device | str | None = None) -> Draft:
@@ -119,6 +123,20 @@ class Draft:
     def width(self) -> int:
         """Return N, the number of nodes."""
         return self.tokens.shape[1]
+
+    @property
+    def offered(self) -> Draft:
+        """Return the draft without its scouts: what verification may accept."""
+        if not self.scouts:
+            return self
+        count = self.width - self.scouts
+        q = self.q
+        if isinstance(q, SparseQ):
+            q = SparseQ(q.ids[:, :count], q.probs[:, :count])
+        elif q is not None:
+            q = DenseQ(q.logits[:, :count])
+        n_valid = self.n_valid.clamp(max=count)
+        return replace(self, tokens=self.tokens[:, :count], tree=self.tree.trim(count), n_valid=n_valid, q=q, scouts=0)
 
     def take(self, rows: Tensor) -> Draft:
         """Return the draft of the rows named by ``rows (R)``, in that order."""
@@ -160,13 +178,18 @@ def spread(part: Tensor, rows: Tensor, total: int) -> Tensor:
 class Round:
     """Hold one finished round: the draft, the verdict, and the target's hidden states on the accepted path.
 
+    ``guesses``: the token that the target's own logits hold for the best, behind the root and behind every node of the
+    draft, scouts included; None where the drafter does not read them (``Reads.guesses``).
+
     Shapes: ``hidden``: one ``(B, K + 1, D)`` tensor per requested layer, root first; in round zero ``(B, L, D)``
-    over the left-padded prompt (its last column is every row's newest token).
+    over the left-padded prompt (its last column is every row's newest token). ``guesses (B, S)`` int64; behind nodes
+    that do not count, in rows that were finished, and behind scouts deeper than the row has room they mean nothing.
     """
 
     draft: Draft
     verdict: Verdict
     hidden: tuple[Tensor, ...] = ()
+    guesses: Tensor | None = None
 
     @cached_property
     def host(self) -> list[list[int]]:

@@ -185,7 +185,7 @@ def test_a_lookup_that_is_always_wrong_costs_the_other_nothing(method: str, shap
     if shape is CHAIN:
         (pace,) = watch.paces
         assert pace.rate.rates[0] > 0.8 and pace.rate.rates[1] > 0.8 and not pace._rest
-    assert watch.inner.lookup._rates[0][2].rates[0] < 0.1
+    assert watch.session.lookup._rates[0][2].rates[0] < 0.1
 
 
 def test_a_drafter_that_is_always_wrong_costs_the_lookup_nothing() -> None:
@@ -196,7 +196,7 @@ def test_a_drafter_that_is_always_wrong_costs_the_lookup_nothing() -> None:
     assert torch.equal(ours(model, watch, ids, mask, max_new_tokens=60), expected)
     assert watch.row_rounds(True) > watch.row_rounds(False) and missed(watch, copied=True) <= 8
     (group,) = watch.session._groups
-    assert watch.inner.lookup._rates[0][2].rates[0] > 0.7
+    assert watch.session.lookup._rates[0][2].rates[0] > 0.7
     assert group.rate.rates[0] <= 0.6, "no copy taught it"
     assert watch.session.other.settings._pace.rate.rates[0] <= 0.6
 
@@ -220,12 +220,12 @@ def test_a_resting_drafter_leaves_its_rows_to_the_lookup() -> None:
         def on_propose(self, sequences) -> Draft:
             return Draft.empty(len(sequences), sequences.prompt.device)
 
+        def on_observe(self, round) -> None: ...
+
     model, (ids, mask) = tiny(), prompts(RAGGED)
     expected = plain(model, ids, mask)
     lookup = PromptLookup(max_ngram=1, corpus=texts_of(expected, mask), costs=CHEAP)  # promises less than is assumed
     watch = Kept(WithLookup(Silent(SmallModel(tiny(1))), lookup))
-    watch.inner.drafter.begin = lambda _: None
-    watch.inner.drafter.observe = lambda _: None
     assert torch.equal(ours(model, watch, ids, mask), expected)
     assert watch.row_rounds(True) >= 6 and watch.row_rounds(False) == 0
     assert any(copied for copied, _ in watch.rows[0])
@@ -324,7 +324,7 @@ def test_statistics_name_both_and_any_way_in_works() -> None:
     drafter = WithLookup(inner_of("eagle3, chain", model, texts), lookup_of(texts, 6))
     out = ours(model, drafter, ids, mask, return_dict_in_generate=True)
     assert torch.equal(out.sequences, expected) and out.speculation.drafter == "PromptLookup + Eagle3Drafter"
-    assert drafter.hidden_layers == drafter.drafter.hidden_layers != ()
+    assert drafter.reads(model).hidden == drafter.drafter.hidden_layers != ()
     with stock_candidates(model, drafter) as calls:
         assert torch.equal(plain(model, ids, mask), expected)
     assert calls[0].stats.drafter == "PromptLookup + Eagle3Drafter" and calls[0].stats.num_accepted_tokens > 4

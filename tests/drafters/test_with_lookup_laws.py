@@ -23,6 +23,7 @@ from hf_specgen import (
     use_kernels,
 )
 from hf_specgen.drafters import with_lookup
+from hf_specgen.drafting.drafter import Call, Session
 from hf_specgen.ops import record
 
 ENOUGH = 1e-4
@@ -178,9 +179,10 @@ def test_a_decision_that_looks_at_the_neighbours_is_noticed(eight, monkeypatch) 
     """What the test above is for: with rates that rows share, a drawn text depends on the batch."""
     begin = WithLookup.begin
 
-    def shared(self: WithLookup, sequences) -> None:
-        begin(self, sequences)
-        self._groups = [with_lookup._Group(list(range(len(sequences))))]
+    def shared(self: WithLookup, call: Call) -> Session:
+        session = begin(self, call)
+        session._groups = [with_lookup._Group(list(range(call.rows)))]
+        return session
 
     monkeypatch.setattr(WithLookup, "begin", shared)
     with pytest.raises(AssertionError):

@@ -111,12 +111,12 @@ def test_another_head_is_borrowed(method: str) -> None:
     model, (ids, mask) = tiny(), prompts([5, 9])
     drafter = drafter_of(method, model, [[1, 2, 3, 4]])
     ours(model, drafter, ids, mask)
-    kept = drafter.parts
+    kept = drafter.parts_of(model)
     ours(model, drafter, ids, mask)
-    assert drafter.parts is kept
+    assert drafter.parts_of(model) is kept
     model.set_output_embeddings(nn.Linear(32, 64, bias=False))
     assert torch.equal(ours(model, drafter, ids, mask), plain(model, ids, mask))
-    assert drafter.parts.head is model.lm_head
+    assert drafter.parts_of(model).head is model.lm_head
 
 
 def test_parts_of_a_model_that_moved_or_shares_an_embedding() -> None:

@@ -10,6 +10,7 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from hf_specgen import Draft, SmallModel, SpeculativeDecoding, ops
 from hf_specgen.kernels import reference_rows
+from hf_specgen.models.cache_layers import AcceptedPath
 from hf_specgen.models.cached_model import CachedModel
 from hf_specgen.models.slot_cache import SlotCache
 from hf_specgen.models.target import Scores, Target
@@ -176,15 +177,19 @@ def test_only_accepted_nodes_move_in_the_cache(target, monkeypatch: pytest.Monke
     """A verdict's path may be as wide as the draft; what is not accepted is not worth copying."""
     widths: list[int] = []
     accepted: list[int] = []
-    gather, commit = SlotCache._gather, SlotCache.commit
-    monkeypatch.setattr(
-        SlotCache, "_gather", lambda cache, paths: widths.append(paths.shape[1]) or gather(cache, paths)
-    )
+    move, commit = AcceptedPath.move, SlotCache.commit
 
-    def counted(cache: SlotCache, counts: list[int], paths: torch.Tensor | None = None) -> None:
+    def counted_move(path: AcceptedPath) -> None:
+        if path.nodes is not None:
+            widths.append(path.nodes.shape[1])
+        move(path)
+
+    monkeypatch.setattr(AcceptedPath, "move", counted_move)
+
+    def counted(cache: SlotCache, counts: list[int], paths: torch.Tensor | None = None, kept=None) -> None:
         if paths is not None:
             accepted.append(max(counts) - 1)
-        commit(cache, counts, paths)
+        commit(cache, counts, paths, kept)
 
     monkeypatch.setattr(SlotCache, "commit", counted)
     ids, mask = prompts(LENGTHS)
@@ -196,9 +201,9 @@ def test_only_accepted_nodes_move_in_the_cache(target, monkeypatch: pytest.Monke
 def test_coins_are_on_the_device_before_the_pass(target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copied later, their positions would wait for the whole forward."""
     order = []
-    coins, extend = Sequences.coins, CachedModel.extend
+    coins, run = Sequences.coins, CachedModel.run
     monkeypatch.setattr(Sequences, "coins", lambda self: order.append("coins") or coins(self))
-    monkeypatch.setattr(CachedModel, "extend", lambda self, *a, **k: order.append("pass") or extend(self, *a, **k))
+    monkeypatch.setattr(CachedModel, "run", lambda self, batch: order.append("pass") or run(self, batch))
     scored, score = [], Target.score
     monkeypatch.setattr(Target, "score", lambda self, draft: scored.append(score(self, draft)) or scored[-1])
     ids, mask = prompts(LENGTHS)
