@@ -192,4 +192,9 @@ def merge(rows: list[list[list[int]]], device: torch.device) -> Draft:
     width = max(map(len, tokens))
     filled = [row + [-1] * (width - len(row)) for row in parents]  # unused places hang on the root
     block = Draft.from_lists(tokens, device)
-    return Draft(block.tokens, Tree(torch.tensor(filled, device=device).view(len(rows), width)), block.n_valid)
+    tree = Tree(
+        torch.tensor(filled, device=device).view(len(rows), width),
+        deepest=max((len(text) for texts in rows for text in texts), default=0),
+        widest=max(1, *map(len, rows)),
+    )
+    return Draft(block.tokens, tree, block.n_valid)

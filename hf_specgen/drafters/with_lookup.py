@@ -270,7 +270,11 @@ def _merged(copies: Draft, other: Draft, copied: list[bool], vocab: int) -> Draf
     tokens = chosen(copies.tokens, other.tokens, 0)
     tree = Tree.chain(width, device)
     if not (copies.tree.is_chain and other.tree.is_chain):  # unused places hang on the root
-        tree = Tree(chosen(copies.tree.parents, other.tree.parents, -1))
+        tree = Tree(
+            chosen(copies.tree.parents, other.tree.parents, -1),
+            deepest=_larger(copies.tree.deepest, other.tree.deepest),
+            widest=_larger(copies.tree.widest, other.tree.widest),
+        )
     n_valid = torch.where(marks, copies.n_valid, other.n_valid)
     rows = torch.tensor([row for row, copies in enumerate(copied) if copies], device=device)
     law = None if other.q is None else _with_copies(other.q, _known(tokens, vocab), rows, vocab)
@@ -294,7 +298,16 @@ def with_scouts(offer: Draft, scouting: Draft) -> Draft:
     links = torch.cat([offer.tree.parents.expand(rows, -1), parents.expand(rows, -1)], 1)
     tokens = torch.cat([offer.tokens, scouting.tokens[:, start:]], 1)
     is_chain = scouting.tree.is_chain and not moved
-    return replace(offer, tokens=tokens, tree=Tree(links, is_chain), scouts=count)
+    deepest = None if offer.tree.deepest is None else offer.tree.deepest + count
+    tree = Tree(links, is_chain, deepest, offer.tree.widest)  # scouts are nobody's children in the verdict
+    return replace(offer, tokens=tokens, tree=tree, scouts=count)
+
+
+def _larger(first: int | None, second: int | None) -> int | None:
+    """Return the larger of two bounds, None where one is not known."""
+    if first is None or second is None:
+        return None
+    return max(first, second)
 
 
 def _certain(tokens: Tensor, vocab: int) -> SparseQ:

@@ -198,7 +198,7 @@ class _Filling:
         if not nodes:
             return self._nothing()
         ids, links, n_valid, _ = growth.finish(nodes, room)
-        return self._draft(self._in_target_ids(ids), Tree(links), n_valid)
+        return self._draft(self._in_target_ids(ids), Tree(links, deepest=deepest), n_valid)
 
     def _draft(
         self, tokens: Tensor, tree: Tree, n_valid: Tensor, law: DenseQ | None = None, without_replacement: bool = False
@@ -329,4 +329,4 @@ def _with_all_parents(draft: Draft, live: list[int], rows: int) -> Draft:
         return draft
     places = torch.tensor(live, device=draft.tokens.device)
     parents = spread(draft.tree.parents + 1, places, rows) - 1
-    return replace(draft, tree=Tree(parents))
+    return replace(draft, tree=replace(draft.tree, parents=parents))

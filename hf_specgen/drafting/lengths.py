@@ -161,7 +161,8 @@ class DraftSettings:
     """Hold what is settled for one call: the shape of drafts, how tokens are chosen, and how deep each row goes.
 
     ``draws``: tokens are drawn from the drafter's own law, and carry it. ``couples``: they are picked with the noise
-    that the target will use. ``confidence``: a chain ends before a token whose law is flatter (0: never).
+    that the target will use; dynamic trees take the likeliest ones. ``confidence``: a chain ends before a token whose
+    law is flatter (0: never).
 
     Raises: ``SpecGenError`` for shapes, lengths and thresholds that cannot be, or cannot be drawn.
     """
@@ -169,11 +170,12 @@ class DraftSettings:
     def __init__(self, call: Call, habits: Habits) -> None:
         self._sequences = call.sequences
         self.device = call.device
-        samples = habits.sample and not call.sequences.greedy
-        self.couples = samples and call.rule == "gumbel"
-        self.draws = samples and not self.couples
-        self.costs = habits.costs or replace(call.costs, draft=habits.level_cost)
         self.shape = parse_shape(habits.tree, habits.usual, habits.deepest)
+        samples = habits.sample and not call.sequences.greedy
+        shares_noise = call.rule == "gumbel"
+        self.couples = samples and shares_noise and isinstance(self.shape, StaticShape)
+        self.draws = samples and not shares_noise
+        self.costs = habits.costs or replace(call.costs, draft=habits.level_cost)
         check_shape(self.shape, call.device)
         if self.draws:
             check_drawn(self.shape, call.rule)

@@ -154,7 +154,8 @@ class StaticShape:
         """Return the tree; keep it for all rounds of a call, since its mask is made once."""
         if self.is_chain:
             return Tree.chain(len(self), device)
-        return Tree(torch.tensor([self.parents], device=device))
+        parents = torch.tensor([self.parents], device=device)
+        return Tree(parents, deepest=self.max_depth, widest=max(self.ranks) + 1)
 
     def n_valid(self, room: Tensor) -> Tensor:
         """Return how many nodes lie within ``room (B)`` tokens."""
@@ -182,7 +183,10 @@ class StaticShape:
 
     def laws(self, depth: int, scores: Tensor) -> Tensor:
         """Return the law that each node of a depth was drawn from, ``(B, n, V)``; ``scores`` as ``draw`` takes them."""
-        return scores[:, self._slots(depth, scores.shape[1])]
+        slots = self._slots(depth, scores.shape[1])
+        if slots == list(range(scores.shape[1])):  # no list travels to the device
+            return scores
+        return scores[:, slots]
 
     def draw(self, depth: int, scores: Tensor, coins: CoinSource) -> Tensor:
         """Draw the tokens ``(B, n)`` of a depth's nodes, siblings without replacement.
@@ -196,10 +200,13 @@ class StaticShape:
         """
         batch, _, vocab = scores.shape
         width, level, device = len(self.expanding(depth - 1)), self.levels[depth - 1], scores.device
+        rows = torch.arange(batch, device=device)
+        if len(level) == 1 and width == 1:  # a chain: no list travels to the device
+            token, spent = ops.draw(scores[:, 0], coins.uniform(rows, 0, DRAFT, sibling=level.start))
+            return token.masked_fill(spent, ABSENT).unsqueeze(1)
         slots, left = self._slots(depth, width), scores.expand(batch, width, vocab)
         places = [slots[:number].count(slot) for number, slot in enumerate(slots)]
         tokens = torch.full((batch, len(level)), ABSENT, device=device)
-        rows = torch.arange(batch, device=device)
         for place in range(max(places) + 1):
             mine = [number for number, at in enumerate(places) if at == place]
             parents = torch.tensor([slots[number] for number in mine], device=device)

@@ -14,18 +14,22 @@ class Tree:
     """Describe how draft nodes hang together: parents before children, ``-1`` hangs on the root.
 
     The root is the newest committed token; it is not a node. In ``scored`` coordinates the root is 0 and node
-    ``i`` is ``i + 1``.
+    ``i`` is ``i + 1``. ``deepest`` bounds the depth of a node and ``widest`` the children of a node that count, where
+    the maker knows them: then nobody waits for the device to learn them.
 
     Shapes: ``parents (B, N)`` or ``(1, N)``, int64.
     """
 
     parents: Tensor
     is_chain: bool = False
+    deepest: int | None = None
+    widest: int | None = None
 
     @classmethod
     def chain(cls, gamma: int, device: torch.device | str | None = None) -> Tree:
         """Build the tree of width one with ``gamma`` nodes."""
-        return cls(torch.arange(-1, gamma - 1, device=device).unsqueeze(0), is_chain=True)
+        parents = torch.arange(-1, gamma - 1, device=device).unsqueeze(0)
+        return cls(parents, is_chain=True, deepest=gamma, widest=1)
 
     def __len__(self) -> int:
         return self.parents.shape[1]
@@ -51,14 +55,16 @@ class Tree:
 
     @cached_property
     def max_depth(self) -> int:
-        """Return the depth of the deepest node (reads the device once for trees that are not chains)."""
+        """Return a bound of the nodes' depth; without ``deepest`` a tree's is read from the device, once."""
         if self.is_chain:
             return len(self)
+        if self.deepest is not None:
+            return min(self.deepest, len(self))
         return int(self.depth.max()) if len(self) else 0
 
     def trim(self, width: int) -> Tree:
         """Keep the first ``width`` nodes (always closed under parents)."""
-        return Tree(self.parents[:, :width], self.is_chain)
+        return replace(self, parents=self.parents[:, :width])
 
 
 @dataclass(frozen=True)
@@ -141,7 +147,7 @@ class Draft:
     def take(self, rows: Tensor) -> Draft:
         """Return the draft of the rows named by ``rows (R)``, in that order."""
         parents = self.tree.parents
-        tree = Tree(parents[rows], self.tree.is_chain) if len(parents) > 1 else self.tree
+        tree = replace(self.tree, parents=parents[rows]) if len(parents) > 1 else self.tree
         q = self.q
         if isinstance(q, SparseQ):
             q = SparseQ(q.ids[rows], q.probs[rows])
