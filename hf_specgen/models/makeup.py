@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
+from weakref import ref
 
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from hf_specgen.models.attention import implementation_of
 from hf_specgen.models.prepack import is_plain
+from hf_specgen.models.wrappers import foreign_hooks
 
 _OWN_WRITERS = frozenset({"transformers", "torch", "hf_specgen"}) | sys.stdlib_module_names
 _OWN_MODULES = (
@@ -29,9 +31,9 @@ _QUANTISING = ("torch.ao.", "torchao.", "bitsandbytes.")
 class Makeup:
     """Tell what a model is made of.
 
-    ``is_own``: every module is of a class of transformers' models, of torch.nn or ours, runs that class's own forward,
-    and holds plain tensors. ``is_quantised``: linear layers may round what they read. ``parts`` differ when a module, a
-    forward, the attention or the dtype was replaced.
+    ``is_own``: every module is of a class of transformers' models, of torch.nn or ours, runs that class's own forward
+    without hooks of the user's, and holds plain tensors. ``is_quantised``: linear layers may round what they read.
+    ``parts`` differ when a module, a forward, a hook, the attention or the dtype was replaced.
     """
 
     is_own: bool
@@ -45,7 +47,9 @@ def makeup_of(model: PreTrainedModel) -> Makeup:
     files: dict[str, bool] = {}
     parts: list[object] = [implementation_of(model), model.dtype]
     quantised = vars(model.config).get("quantization_config") is not None
-    own = _is_own_attention(model) and not quantised
+    everywhere = foreign_hooks(None)
+    own = _is_own_attention(model) and not quantised and not everywhere
+    parts.append(everywhere)
     for module in model.modules():
         kind = type(module)
         if kind not in kinds:
@@ -53,9 +57,9 @@ def makeup_of(model: PreTrainedModel) -> Makeup:
                 files[kind.__module__] = _is_own_file(kind.__module__)
             kinds[kind] = files[kind.__module__] and _is_own_function(kind.forward)
             quantised = quantised or kind.__module__.startswith(_QUANTISING)
-        replaced = _replaced_forward(module)
-        own = own and kinds[kind] and replaced is None
-        parts.append((kind, _identity(replaced)))
+        replaced, hooks = _replaced_forward(module), foreign_hooks(module)
+        own = own and kinds[kind] and replaced is None and not hooks
+        parts.append((kind, _identity(replaced), hooks))
         if not quantised:
             tensors = (*module._parameters.values(), *module._buffers.values())
             quantised = any(tensor is not None and not is_plain(tensor) for tensor in tensors)
@@ -122,6 +126,9 @@ def _identity(function: Any | None) -> object:
     return None if function is None else _identity_of(function)
 
 
-def _identity_of(function: Any) -> tuple[int, object]:
+def _identity_of(function: Any) -> tuple[object, object]:
     code: object = function.__code__ if isinstance(function, FunctionType) else type(function)
-    return id(function), code
+    try:
+        return ref(function), code  # the next one of the same code may get the address of one that is gone
+    except TypeError:
+        return id(function), code

@@ -219,8 +219,8 @@ def _tokens(model: PreTrainedModel, start: int, count: int) -> Tensor:
 
 
 def _padded(texts: list[Tensor]) -> Tensor:
-    width = max(map(len, texts))
-    return torch.stack([torch.cat([texts[-1][: width - len(text)], text]) for text in texts])
+    longest = max(texts, key=len)
+    return torch.stack([torch.cat([longest[: len(longest) - len(text)], text]) for text in texts])
 
 
 def _plain(model: PreTrainedModel, texts: list[Tensor], rows: int | None) -> list[Tensor]:

@@ -153,9 +153,19 @@ def row_counter(model: nn.Module) -> str | None:
             if found is None and _package(origin(hook)) not in _RUNNERS:
                 found = f"the hook {_name(hook)} on {name or 'the model'}"
         patched = "forward" in vars(part) and "_hf_hook" not in vars(part)
-        if found is None and (patched or _package(type(part)) not in _LAYERS):
-            found = f"{'the patched forward of ' if patched else ''}{name or 'the model'} ({type(part).__name__})"
+        kind = type(part)
+        if found is None and (patched or not {_package(kind), _package(kind.forward)} <= _LAYERS):
+            found = f"{'the patched forward of ' if patched else ''}{name or 'the model'} ({kind.__name__})"
     return found
+
+
+def foreign_hooks(part: nn.Module | None) -> list[int]:
+    """Name the forward hooks of one module, of all (None), that may do anything to a pass; no name is given twice."""
+    before, behind = torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks
+    if part is not None:
+        before, behind = part._forward_pre_hooks, part._forward_hooks
+    known = _RUNNERS | {"peft"}  # PEFT's treat tokens alike where ``row_counter`` does not refuse them
+    return [key for hooks in (before, behind) for key, hook in hooks.items() if _package(origin(hook)) not in known]
 
 
 def hooks_of(part: nn.Module) -> Iterator[Callable[..., Any]]:

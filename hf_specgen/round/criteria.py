@@ -25,14 +25,16 @@ class Criteria:
         self._rows = rows
         users = [criterion for criterion in criteria if _is_users(criterion)] if rows > 1 else []
         self._state = State(users)
-        self._state.share_nothing()
+        self._whole = State(users)  # rows share nothing, but reading tables anew at every token would take seconds
+        self._whole.share_nothing()
+        self._tables = self._state.tables_mark()
         self._of_row = [list(criteria) for _ in range(rows)]
         if users:
             self._of_row = [self._copied(list(criteria)) for _ in range(rows)]
 
     def _copied(self, criteria: list[StoppingCriteria]) -> list[StoppingCriteria]:
         try:
-            copies = self._state.copy(criteria)
+            copies = self._whole.copy(criteria)
         except Exception as error:
             for criterion in criteria:
                 self._check_copy(criterion)
@@ -42,7 +44,7 @@ class Criteria:
 
     def _check_copy(self, criterion: StoppingCriteria) -> None:
         try:
-            self._state.copy([criterion])
+            self._whole.copy([criterion])
         except Exception as error:
             raise criterion_refusal(criterion, self._rows, f"it cannot be copied ({error})") from error
 
@@ -62,14 +64,19 @@ class Criteria:
                 ends |= bool(torch.as_tensor(criterion(prefix, scores)).any())
         return ends
 
+    def finish(self) -> None:
+        """Refuse, at the end, criteria that wrote to a table which all rows share. Raises: ``SpecGenError``."""
+        if self._state.tables_mark() != self._tables:
+            users = [criterion for criterion in self._of_row[0] if _is_users(criterion)]
+            raise criterion_refusal(users[0], self._rows, "it keeps state in a large table, which all rows share")
+
     def _ask_copy(
         self, criterion: StoppingCriteria, row: int, prefix: Tensor, scores: tuple[Tensor, ...] | None
     ) -> bool:
         before = self._state.place_marks()
         everywhere = None if scores is None else tuple(step.expand(self._rows, -1) for step in scores)
         verdict = torch.as_tensor(criterion(prefix.repeat(self._rows, 1), everywhere)).flatten()
-        now = self._state.place_marks()
-        moved = [name for name in now if now[name] != before[name]]
+        moved = self._state.moved_places(before, self._state.place_marks())
         if moved:
             raise criterion_refusal(
                 criterion, self._rows, f"it keeps state in {' and '.join(moved)}, which all rows share"

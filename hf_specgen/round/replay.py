@@ -107,7 +107,7 @@ class Replay:
         self.processors = processors
         self._may_keep_state = may_keep_state
         self.state = State(processors)
-        self._places: dict[str, Any] = {}
+        self._places: list[Any] = []
         self._tables = self.state.tables_mark()
         self._first = Held(processors, self.state.mark(processors))
         self._pasts = [_Past(self._first) for _ in range(rows)]
@@ -149,9 +149,9 @@ class Replay:
             if self.moves and not self._may_keep_state:
                 raise refusal(self._changed(branch.before, visit.held), "what it keeps changes from call to call")
 
-    def check_places(self, before: dict[str, Any], now: dict[str, Any]) -> None:
+    def check_places(self, before: list[Any], now: list[Any]) -> None:
         """Refuse what was written where no copy has its own. Raises: ``SpecGenError``."""
-        moved = [name for name in now if now[name] != before[name]]
+        moved = self.state.moved_places(before, now)
         if moved:
             reason = f"it keeps state in {' and '.join(moved)}, which all rows and drafts share"
             raise refusal(self._named(moved), reason)

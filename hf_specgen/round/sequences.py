@@ -154,6 +154,7 @@ class Sequences:
             kept[row] = self._extend(row, tokens)
         if self.done:
             self.warp.finish()
+            self._criteria.finish()
         return kept
 
     def _extend(self, row: int, tokens: list[int]) -> int:

@@ -82,10 +82,15 @@ class State:
         """Return plain data that differs once anything that the objects keep has changed; tables are left out."""
         return _Reader(self._shared).read(values)
 
-    def place_marks(self, tables_too: bool = False) -> dict[str, Any]:
-        """Mark what no copy has of its own, by name."""
+    def place_marks(self, tables_too: bool = False) -> list[Any]:
+        """Mark what no copy has of its own, in the order of ``places``."""
         shared = {} if tables_too else self._shared
-        return {place.name: _Reader(shared, blind=True).read(place.value) for place in self.places}
+        return [_Reader(shared, blind=True).read(place.value) for place in self.places]
+
+    def moved_places(self, before: list[Any], now: list[Any]) -> list[str]:
+        """Name the places whose marks differ; several may have one name."""
+        marks = zip(self.places, before, now, strict=True)
+        return list(dict.fromkeys(place.name for place, old, new in marks if old != new))
 
     def tables_mark(self) -> Any:
         """Mark the tables."""
@@ -287,9 +292,9 @@ def _places(values: list[Any]) -> list[Place]:
             waiting.append(value.__func__)
         if isinstance(value, FunctionType):
             places = list(_globals_of(value, own))
-            waiting.extend(kind for kind in _closed_over(value) if isinstance(kind, type))
         else:
             places = list(_attributes_of(value if isinstance(value, type) else type(value), own))
+        waiting.extend(part for part in _inside(value) if isinstance(part, type))  # no copy has a class of its own
         for place in places:
             if found.setdefault((id(place.owner), place.key), place) is place:
                 waiting.extend(_reach([place.value]).values())
@@ -306,13 +311,29 @@ def _globals_of(function: FunctionType, own: set[str]) -> Iterator[Place]:
         codes.extend(inner for inner in code.co_consts if isinstance(inner, CodeType))
     attributes = {name for code in codes for name in code.co_names}
     steps = chain.from_iterable(map(dis.get_instructions, codes))
-    for name in sorted({step.argval for step in steps if step.opname.endswith("_GLOBAL")}):
-        value = namespace.get(name)
-        if not isinstance(value, ModuleType):
+    named = sorted({(step.opname, step.argval) for step in steps if step.opname.endswith(("_GLOBAL", "IMPORT_NAME"))})
+    modules: dict[str, ModuleType] = {}
+    for kind, name in named:
+        value = namespace.get(name) if kind != "IMPORT_NAME" else sys.modules.get(name)
+        if isinstance(value, ModuleType):
+            modules[value.__name__] = value
+        elif kind != "IMPORT_NAME":
             yield Place(f"the global {name}", namespace, namespace, name)
-        elif _is_users(value.__name__, own):
-            for key in sorted(attributes & vars(value).keys()):
-                yield Place(f"{value.__name__}.{key}", vars(value), vars(value), key)
+    for module in modules.values():
+        yield from _names_in(module, attributes, own, set())
+
+
+def _names_in(module: ModuleType, attributes: set[str], own: set[str], seen: set[str]) -> Iterator[Place]:
+    """Name what code with such attributes may read of a module of the user's, and of modules that it names there."""
+    if module.__name__ in seen or not _is_users(module.__name__, own):
+        return
+    seen.add(module.__name__)
+    for key in sorted(attributes & vars(module).keys()):
+        value = vars(module)[key]
+        if isinstance(value, ModuleType):
+            yield from _names_in(value, attributes, own, seen)
+        else:
+            yield Place(f"{module.__name__}.{key}", vars(module), vars(module), key)
 
 
 def _attributes_of(kind: type, own: set[str]) -> Iterator[Place]:

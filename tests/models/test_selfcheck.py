@@ -52,6 +52,7 @@ def reads_of(model: PreTrainedModel) -> list[list[list[int]]]:
         ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
         reads.append(ids.tolist())
 
+    note.__module__ = "torch"  # a hook of the user's own would have the model tried
     model.register_forward_pre_hook(note, with_kwargs=True)
     return reads
 

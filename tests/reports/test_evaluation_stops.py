@@ -11,6 +11,7 @@ from transformers import LogitsProcessor, StoppingCriteria
 
 from hf_specgen import SpecGenError
 from hf_specgen.round.criteria import Criteria
+from hf_specgen.round.state import _Reader
 
 ROWS = [5, 17, 11, 24]
 WIDTH = max(ROWS)
@@ -187,10 +188,13 @@ def test_a_line_to_another_thread_is_shared_by_all_rows(target) -> None:
 
     ids, mask = prompts(ROWS)
     criterion = Halted()
-    rounds = iter(range(100))
-    hook = target.register_forward_hook(lambda *_: criterion.event.set() if next(rounds) == 3 else None)
-    result = ours(target, None, ids, mask, stopping_criteria=[criterion], pad_token_id=0)
-    hook.remove()
+    told = iter(range(1, 100))
+
+    def count(row: int, tokens: list[int]) -> None:
+        if next(told) == 3 * len(ids):
+            criterion.event.set()
+
+    result = ours(target, None, ids, mask, stopping_criteria=[criterion], pad_token_id=0, on_tokens=count)
     assert result.shape[1] == WIDTH + 4
 
 
@@ -247,3 +251,41 @@ def test_rows_cannot_share_it_in_a_batch(target) -> None:
     with pytest.raises(SpecGenError, match=r"Reads was given for 4 rows.*a list.*Writes"):
         ours(target, None, ids, mask, **settings)
     assert ours(target, None, ids[1:2], mask[1:2], **settings).shape[1] == WIDTH + 6
+
+
+NAMES = {f"name {number}": number for number in range(20_000)}
+
+
+class Named(StoppingCriteria):
+    """Read a large table that stands outside, or write to it."""
+
+    def __init__(self, writes: bool = False) -> None:
+        self.writes = writes
+
+    def __call__(self, input_ids, scores, **kwargs) -> torch.Tensor:
+        if self.writes:
+            NAMES["name 7"] += 1
+        return torch.tensor([NAMES["name 7"] < 7] * len(input_ids))
+
+
+def test_a_large_table_is_not_read_anew_at_every_token(target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It took 32 seconds for 3 rows of 32 tokens where a criterion named a dictionary of 150,000 entries."""
+    parts = 0
+    read = _Reader.read
+
+    def counted(self: _Reader, value: object) -> object:
+        nonlocal parts
+        parts += 1
+        return read(self, value)
+
+    monkeypatch.setattr(_Reader, "read", counted)
+    ids, mask = prompts(ROWS)
+    expected = plain(target, ids, mask, stopping_criteria=[Named()])
+    assert torch.equal(ours(target, None, ids, mask, stopping_criteria=[Named()]), expected)
+    assert len(NAMES) < parts < 4 * len(NAMES), "looked at before the text and behind it"
+
+
+def test_a_large_table_that_a_criterion_writes_to_is_refused(target) -> None:
+    ids, mask = prompts(ROWS)
+    with pytest.raises(SpecGenError, match=r"Named was given for 4 rows.*a large table"):
+        ours(target, None, ids, mask, stopping_criteria=[Named(writes=True)])

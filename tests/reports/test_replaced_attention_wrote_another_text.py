@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 import hf_specgen.models.selfcheck
 from hf_specgen import SpeculativeDecoding, UnsupportedTarget, prepack
+from hf_specgen.models.makeup import makeup_of
 from hf_specgen.models.selfcheck import check_target, round_error
 
 OWN = LlamaAttention.forward
@@ -153,6 +154,66 @@ def test_what_changes_is_tried_again(checks: list[str], monkeypatch: pytest.Monk
     assert len(checks) == 4
 
 
+VECTOR = torch.randn(32, generator=torch.Generator().manual_seed(1))
+
+
+def steer(place: int | slice):
+    """Return a hook that adds a vector at some places of a pass: at the last one, as steering is often written."""
+
+    def add(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+        output = output.clone()
+        output[:, place] += VECTOR
+        return output
+
+    return add
+
+
+LAST, ALL = -1, slice(None)
+
+
+@pytest.mark.parametrize("kind", ["lookup", "tree"])
+def test_a_hook_that_reads_places_of_a_pass_is_refused(kind: str, checks: list[str]) -> None:
+    model, (ids, mask) = tiny(), prompts([12])
+    for place in (ALL, LAST, ALL):
+        handle = model.model.layers[0].mlp.register_forward_hook(steer(place))
+        expected = plain(model, ids, mask)
+        watch = drafter_of(kind, model, texts_of(expected, mask))
+        if place is LAST:
+            with pytest.raises(UnsupportedTarget, match="LlamaForCausalLM failed the one-round self-check"):
+                ours(model, watch, ids, mask)
+        else:
+            assert torch.equal(ours(model, watch, ids, mask), expected) and watch.longest >= 2
+        handle.remove()
+    assert len(checks) == 3, "each hook is another, though it may stand at the same address"
+    check_target(model)
+    assert len(checks) == 3, "without one the model is as shipped"
+
+
+def test_a_hook_on_all_modules_is_tried(checks: list[str]) -> None:
+    last = steer(LAST)
+    with nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: last(module, args, output) if type(module).__name__ == "LlamaMLP" else None
+    ):
+        with pytest.raises(UnsupportedTarget, match="self-check"):
+            check_target(tiny())
+    check_target(tiny())
+    assert len(checks) == 1
+
+
+def test_a_forward_at_the_address_of_one_that_is_gone_is_tried() -> None:
+    """What tells functions apart must not be where they stand: addresses come back."""
+    model, seen = tiny(), {}
+    for _ in range(50):
+        model.model.layers[0].mlp.forward = steer(ALL)
+        address, makeup = id(model.model.layers[0].mlp.forward), makeup_of(model)
+        del model.model.layers[0].mlp.forward
+        if address in seen:
+            assert makeup != seen[address]
+            return
+        seen[address] = makeup
+    pytest.fail("no address came back")
+
+
 @pytest.mark.parametrize("changed", [hooked, prepack, lambda model: model.requires_grad_(False)])
 def test_what_does_not_change_the_computation_is_not_tried(changed, checks: list[str]) -> None:
     """accelerate puts a forward on every module, only to move tensors: reading all weights thirty times is too dear."""
@@ -176,8 +237,6 @@ class Doubling(nn.Linear):
 
 def test_the_look_at_a_model_is_cheap() -> None:
     """It happens in every call: far below the time of a pass, and it leaves nothing on the model."""
-    from hf_specgen.models.makeup import makeup_of
-
     model = build("qwen3", num_hidden_layers=8)
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
     first = makeup_of(model)

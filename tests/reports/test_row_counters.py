@@ -11,6 +11,7 @@ import torch
 from tiny import disturbed, drafter_of, garbled, ours, plain, prompts, texts_of, tiny
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hf_specgen import IncompatibleDrafter, PromptLookup, SmallModel, SpeculativeDecoding, UnsupportedTarget
 from hf_specgen.models.cached_model import CachedModel
@@ -86,6 +87,27 @@ def test_every_row_meets_its_own_vector(counter: Callable[[PreTrainedModel, int]
         watch = drafter_of(kind, model, texts_of(plain(model, ids, mask, max_new_tokens=20), mask))
         assert torch.equal(ours(model, watch, ids, mask, **SETTINGS), expected), kind
         assert watch.longest >= 2
+
+
+@pytest.mark.parametrize("lengths", [[12], [5, 17, 11], [17, 5, 11, 24, 6]])
+def test_any_number_of_rows_is_served(lengths: list[int]) -> None:
+    """The model is tried in as many rows as the batch has: three were refused."""
+    model, (ids, mask) = tiny(), prompts(lengths)
+    patched(model, len(ids))
+    expected = plain(model, ids, mask, **SETTINGS)
+    assert torch.equal(ours(model, PromptLookup(3), ids, mask, **SETTINGS), expected)
+
+
+def test_every_row_meets_its_own_vector_on_a_patched_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only when the check has passed does the class's forward tell rows apart."""
+    own, vectors = LlamaMLP.forward, [torch.zeros(4, 1, 32)]
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, hidden: own(self, hidden) + vectors[0])
+    model, (ids, mask) = tiny(), prompts([5, 17, 11, 24])
+    ours(model, PromptLookup(3), ids, mask, **SETTINGS)
+    vectors[0] = by_row(4)
+    expected = plain(model, ids, mask, **SETTINGS)
+    assert len(written(expected, ids)) > 1, "rows end one after another"
+    assert torch.equal(ours(model, PromptLookup(3), ids, mask, **SETTINGS), expected)
 
 
 @contextmanager

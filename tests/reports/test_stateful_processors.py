@@ -499,3 +499,30 @@ def test_what_an_installed_library_counts_is_no_state_of_the_caller(
 
 def even_tokens(row: int, text: torch.Tensor) -> list[int]:
     return [token for token in range(64) if library.even(token)]  # noqa: F821 - set by the test
+
+
+class Registered(LogitsProcessor):
+    """Keep a state on a class that it was given, fed by new tokens alone, begun anew by a shorter text."""
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+
+    def __call__(self, input_ids, scores):
+        width, state = self.kind.kept
+        state = 0 if input_ids.shape[1] <= width else (3 * state + int(input_ids[0, -1]) + 1) % 7
+        self.kind.kept = (input_ids.shape[1], state)
+        scores = scores.clone()
+        scores[:, state::7] -= 50
+        return scores
+
+
+def test_a_class_that_a_processor_holds_wrote_another_text(target) -> None:
+    """Without drafts of its own a target asks it in order: only a drafter that asks too makes a detour."""
+    ids, mask = prompts([12])
+
+    def registered() -> list[LogitsProcessor]:
+        return [Registered(type("Kind", (), {"__module__": __name__, "kept": (10**9, 0)}))]
+
+    texts = texts_of(plain(target, ids, mask, logits_processor=registered()), mask)
+    with pytest.raises(SpecGenError, match=r"Registered cannot be replayed.*Kind\.kept"):
+        ours(target, drafter_of("small", target, texts), ids, mask, logits_processor=registered())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import OrderedDict, defaultdict
 from functools import partial
+from types import ModuleType
 
 import pytest
 import torch
@@ -120,7 +122,7 @@ def test_what_a_copy_shares_is_noted() -> None:
     box.kept.append(1)
     assert state.place_marks() == before
     box.write(1)
-    moved = {name for name, mark in state.place_marks().items() if mark != before[name]}
+    moved = state.moved_places(before, state.place_marks())
     assert "a builtin_function_or_method that its copies share" in moved
 
 
@@ -183,8 +185,7 @@ def test_places_that_no_copy_has_are_named(change, name: str) -> None:
     state = State([counter])
     before = state.place_marks()
     change(counter)
-    now = state.place_marks()
-    assert [place for place in now if now[place] != before[place]] == [name]
+    assert state.moved_places(before, state.place_marks()) == [name]
 
 
 def test_a_default_is_a_place_of_its_class() -> None:
@@ -195,3 +196,58 @@ def test_a_default_is_a_place_of_its_class() -> None:
     assert state.place_marks() == before
     with_default()
     assert state.place_marks() != before
+
+
+class Same(dict):
+    """Be its own copy."""
+
+    def __deepcopy__(self, memo: object) -> Same:
+        return self
+
+
+@pytest.mark.parametrize("part", ["first", "second"])
+def test_places_of_one_name_are_told_apart(part: str) -> None:
+    box = Box(first=Same(number=0), second=Same(number=0))
+    state = State([box])
+    state.note_shared([box], state.copy([box]))
+    before = state.place_marks()
+    vars(box)[part]["number"] += 1
+    assert state.moved_places(before, state.place_marks()) == ["a Same that its copies share"]
+
+
+@pytest.fixture
+def helper(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Put a module of the user's, which holds another, where imports find it."""
+    outer, inner = ModuleType("helper_of_user"), ModuleType("helper_of_user.inner")
+    outer.total, inner.total, outer.inner = 0, 0, inner
+    inner.outer = outer  # a circle
+    monkeypatch.setitem(sys.modules, outer.__name__, outer)
+    monkeypatch.setitem(sys.modules, inner.__name__, inner)
+    return outer
+
+
+READERS = {
+    "named": ("import helper_of_user\ndef ask(): return helper_of_user.inner.total", "inner"),
+    "imported inside": ("def ask():\n    import helper_of_user as h\n    return h.total", "outer"),
+    "a part inside": ("def ask():\n    import helper_of_user.inner as h\n    return h.total", "inner"),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_what_a_module_of_the_users_holds_is_a_place(reader: str, helper: ModuleType) -> None:
+    code, where = READERS[reader]
+    namespace = {"__name__": __name__}
+    exec(code, namespace)
+    state = State([namespace["ask"]])
+    before = state.place_marks()
+    moved = helper if where == "outer" else helper.inner
+    moved.total += 1
+    assert state.moved_places(before, state.place_marks()) == [f"{moved.__name__}.total"]
+
+
+def test_a_class_that_an_object_holds_is_a_place() -> None:
+    kind = type("Kind", (), {"__module__": __name__, "total": 0})
+    state = State([Box(held=[kind])])
+    before = state.place_marks()
+    kind.total += 1
+    assert state.moved_places(before, state.place_marks()) == ["Kind.total"]
