@@ -63,7 +63,8 @@ __all__ = [
 P = ParamSpec("P")
 R = TypeVar("R")
 
-REFERENCE, TRITON = "reference", "triton"
+REFERENCE = "reference"
+TRITON = "triton"
 _VARIABLE = "HF_SPECGEN_KERNELS"
 _HOME = sys.modules[reference.__name__.rpartition(".")[0]]
 

@@ -98,16 +98,19 @@ class StockCandidates(CandidateGenerator):
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
         """Hand the drafter the round that stock has just finished: ``input_ids (1, L)`` ends with its tokens."""
-        sequences, count = self._sequences, int(num_matches)
+        sequences = self._sequences
+        count = int(num_matches)
         device = sequences.prompt.device
         hidden = self.taps.read(self.shown, device)
         self.shown.clear()  # a pass that shows nothing must not be taken for the one before
         draft = self._draft
         if draft is None:
-            draft, length = Draft.empty(1, device), sequences.lengths[0]
+            draft = Draft.empty(1, device)
+            length = sequences.lengths[0]
             hidden = tuple(layer[:, -length:] for layer in hidden)
         path = torch.tensor([self._path], dtype=torch.long, device=device).view(1, -1)
-        n, invalid = torch.tensor([count], device=device), torch.zeros(1, dtype=torch.bool, device=device)
+        n = torch.tensor([count], device=device)
+        invalid = torch.zeros(1, dtype=torch.bool, device=device)
         round = Round(draft, Verdict(path, n, input_ids[:, -1].to(device), invalid), hidden)
         is_prompt = not sequences.new[0]
         written = sequences.append(round)
@@ -119,8 +122,10 @@ class StockCandidates(CandidateGenerator):
     def _first_path(self, draft: Draft) -> list[int]:
         """Follow first children from the root to an end of text; stop before an id that does not exist."""
         parents = draft.tree.parents[0].tolist()
-        tokens, count = draft.tokens[0].tolist(), int(draft.n_valid[0])
-        path, node = [], -1
+        tokens = draft.tokens[0].tolist()
+        count = int(draft.n_valid[0])
+        path = []
+        node = -1
         while node in parents[:count]:
             node = parents.index(node)
             if not 0 <= tokens[node] < self._sequences.vocab_size:
@@ -143,7 +148,8 @@ def stock_candidates(model: nn.Module, drafter: Drafter) -> Iterator[list[StockC
 
     Raises: ``IncompatibleDrafter`` and ``UnsupportedTarget`` where the drafter does not fit the model.
     """
-    target, outer = bare(model), writer(model)
+    target = bare(model)
+    outer = writer(model)
     taps = Taps(target, drafter.reads(target).hidden)
     calls: list[StockCandidates] = []
     with ExitStack() as stack:
@@ -187,7 +193,8 @@ def _logits(draft: Draft, path: list[int], vocab_size: int) -> Tensor | None:
     if draft.q is None:
         return None
     if isinstance(draft.q, SparseQ):
-        ids, probs = draft.q.ids[:, path], draft.q.probs[:, path].float()
+        ids = draft.q.ids[:, path]
+        probs = draft.q.probs[:, path].float()
         return probs.new_zeros(1, len(path), vocab_size).scatter_add_(2, ids, probs).log()
     assert isinstance(draft.q, DenseQ)
     logits = draft.q.logits[:, path].float()

@@ -136,7 +136,8 @@ class DrafterTrainer(Trainer):
         """Return what the target says of a batch, as the drafter's forward names it."""
         if "features" in batch:  # from a cache
             self.target.compare(batch)
-            features, last_hidden = batch["features"], batch["last_hidden"]
+            features = batch["features"]
+            last_hidden = batch["last_hidden"]
         else:
             features, last_hidden = self.target.read(batch)
         return {"features": tuple(features), "last_hidden": last_hidden, "target_head": self.target.head}
@@ -280,11 +281,13 @@ class Filled(IterableDataset[Any]):
     """Fill a stream up to whole steps of all processes, with rows that supervise nothing: nobody's figures move."""
 
     def __init__(self, rows: Any, size: int) -> None:
-        self.rows, self.size = rows, size
+        self.rows = rows
+        self.size = size
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the rows and what fills the last step."""
-        number, row = 0, None
+        number = 0
+        row = None
         for row in self.rows:
             number += 1
             yield row

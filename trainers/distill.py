@@ -93,13 +93,15 @@ class DistillTrainer(DrafterTrainer):
 
     def run(self, model: nn.Module, batch: Batch, wants_rates: bool = False, **more: Any) -> TrainingOutput:
         """Let the target read a batch and the small model learn from it."""
-        said, documents = self.features(batch), batch.get("document_ids")
+        said = self.features(batch)
+        documents = batch.get("document_ids")
         judged = batch["loss_mask"], self.objective, said["target_head"], documents, self.weights(batch), wants_rates
         lesson = Lesson(batch["input_ids"], (), said["last_hidden"], *judged)
         given = (
             {"attention_mask": batch["attention_mask"]} if documents is None else {"position_ids": places(documents)}
         )
-        embedding, head = self.drafter.get_input_embeddings(), self.drafter.get_output_embeddings()
+        embedding = self.drafter.get_input_embeddings()
+        head = self.drafter.get_output_embeddings()
         assert embedding is not None and head is not None
         ids = lesson.input_ids.clamp(max=len(embedding.weight) - 1)
         with HeadLesson(head, lesson, self.factor, self.args.steps, self.args.sample) as learned:
@@ -111,7 +113,8 @@ class DistillTrainer(DrafterTrainer):
         """Return an optimizer step's batches, some answers written by the small model, and their supervised tokens."""
 
         def anew(batch: Batch) -> Batch:
-            args, step = self.args, self.state.global_step
+            args = self.args
+            step = self.state.global_step
             return rewritten(self.drafter, batch, args.on_policy, args.sampling_temperature, step)
 
         batches = map(anew, epoch_iterator) if self.args.on_policy else epoch_iterator

@@ -72,7 +72,8 @@ def feature_noise(batch: dict[str, Tensor], like: Tensor, step: int) -> Tensor:
     It depends on the step and on the row alone: neither on what stands beside it, nor on padding. Packed texts have
     their own lengths.
     """
-    noise, lengths = torch.zeros_like(like), batch["attention_mask"].sum(1).tolist()
+    noise = torch.zeros_like(like)
+    lengths = batch["attention_mask"].sum(1).tolist()
     seeds = batch["seeds"] if "seeds" in batch else row_seeds(batch["input_ids"], lengths)
     generator = torch.Generator(like.device)
     for row, (length, seed) in enumerate(zip(lengths, seeds.tolist(), strict=True)):

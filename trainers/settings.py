@@ -119,7 +119,8 @@ class Job:
 
     def check(self) -> Job:
         """Refuse combinations that would fail later, or be ignored. Raises: ``SpecGenError``."""
-        options, args = self.options, self.args
+        options = self.options
+        args = self.args
         distils = self.method == "distill"
         if distils and options.init_from is None:
             raise SpecGenError("--init_from is required: the small language model that learns from the target.")
@@ -220,7 +221,8 @@ def asks_to_resume(args: TrainingArguments) -> bool:
 def check_folder(args: TrainingArguments) -> None:
     """Refuse to mix two trainings. Raises: ``SpecGenError`` for a folder that holds a drafter or a checkpoint."""
     folder = Path(args.output_dir)
-    newest, is_trained = newest_checkpoint(folder), (folder / "config.json").is_file()
+    newest = newest_checkpoint(folder)
+    is_trained = (folder / "config.json").is_file()
     if (newest is None and not is_trained) or (newest is not None and asks_to_resume(args)):
         return
     if not asks_to_resume(args):

@@ -63,7 +63,8 @@ def main(
             f"usage: hf-specgen train {{{','.join(METHODS)}}} --target T --data D --output FOLDER [--config FILE] ..."
         )
         return None
-    method, rest = asked[0], asked[1:]
+    method = asked[0]
+    rest = asked[1:]
     if method not in METHODS:
         raise SpecGenError(f"train {method}: one of {', '.join(METHODS)} is required.")
     if "-h" in rest or "--help" in rest or "--help_all" in rest:
@@ -78,7 +79,8 @@ def main(
 
 def train(job: Job, load: Load = open_target) -> dict[str, Any]:
     """Train, evaluate, decode, and write the drafter, its figures and its card. Returns: the figures."""
-    options, args = job.options, job.args
+    options = job.options
+    args = job.args
     say: Say = _say if args.process_index == 0 else _silent
     if args.process_index == 0:
         check_folder(args)
@@ -123,7 +125,8 @@ def opening(
     job: Job, warnings: Sequence[str], rows: Any, held_out: Any, start: Sequence[str], checkpoint: str | None
 ) -> list[str]:
     """Return what is to be known before a training starts, as lines."""
-    options, args = job.options, job.args
+    options = job.options
+    args = job.args
     texts = "a stream of texts" if isinstance(rows, IterableDataset) else f"{len(rows):,} texts"
     apart = "none is held out (--eval_data names some)" if held_out is None else f"{len(held_out):,} are held out"
     lines = [*(f"warning: {warning}" for warning in warnings), f"training on {texts}; {apart}"]
@@ -169,7 +172,8 @@ def stopped(args: TrainingArguments, step: int) -> str:
 
 def closing(job: Job, paths: Sequence[Path]) -> list[str]:
     """Return what was written, and how to measure it."""
-    folder, options = job.args.output_dir, job.options
+    folder = job.args.output_dir
+    options = job.options
     names = ", ".join(path.name for path in paths)
     lines = [f"wrote the model, its card (README.md) and the figures ({names}) to {folder}"]
     if job.method != "distill":
@@ -195,13 +199,15 @@ def _silent(line: str) -> None:
 
 def make_drafter(job: Job, target: PreTrainedModel, tokenizer: Any, rows: Any) -> tuple[Any, list[str]]:
     """Return the drafter to train, in float32, and what it starts from, in words."""
-    options, size = job.options, job.args.draft_vocab_size
+    options = job.options
+    size = job.args.draft_vocab_size
     if job.method == "distill":
         model, _ = open_target(str(options.init_from), torch.float32)
         return model, [public_name(str(options.init_from))]
     if options.init_from is not None:
         return load_drafter(options.init_from, target, dtype=torch.float32).train(), [public_name(options.init_from)]
-    ids, notes = None, []
+    ids = None
+    notes = []
     vocabulary = int(target.config.get_text_config(decoder=True).vocab_size)
     if size is not None and size < vocabulary:
         counts = count_supervised(rows, vocabulary, _COUNTED if isinstance(rows, IterableDataset) else None)

@@ -102,7 +102,8 @@ def warm_start(drafter: LearnedDrafter, target: PreTrainedModel) -> Notes:
     Returns: what was taken and what was not, in words.
     """
     notes: Notes = []
-    model, modules = Layered.of(target), drafter._modules
+    model = Layered.of(target)
+    modules = drafter._modules
     if drafter.config.hidden_size != TargetFacts.of(target).hidden_size:
         return ["random weights: the drafter is not as wide as its target"]
     ours = [module for module in drafter.modules() if isinstance(module, DraftLayer)]
@@ -118,7 +119,8 @@ def warm_start(drafter: LearnedDrafter, target: PreTrainedModel) -> Notes:
     if "norm" in modules and scale is not None:
         _fill(drafter.get_parameter("norm.weight"), scale)
         notes.append("its final norm")
-    known, head = covered(drafter), target.get_output_embeddings()
+    known = covered(drafter)
+    head = target.get_output_embeddings()
     if "lm_head" in modules and head is not None and holds_numbers(head.weight):
         rows = whole(head.weight)
         size = drafter.config.draft_vocab_size  # a padded head has more rows than there are ids
@@ -243,7 +245,9 @@ def norm_scale(norm: nn.Module) -> Tensor | None:
     if isinstance(weight, DTensor):
         return whole(weight)
     ones = torch.ones(1, 1, len(weight), device=weight.device, dtype=weight.dtype)
-    once, larger = norm(1024 * ones), norm(2048 * ones)  # large: the epsilon must not show
+    # large: the epsilon must not show
+    once = norm(1024 * ones)
+    larger = norm(2048 * ones)
     same = bool((once - larger).abs().max() <= 0.01 * once.abs().max())
     return once[0, 0] if same and bool(once.any()) else None
 
@@ -268,7 +272,8 @@ def _copy_layer(mine: DraftLayer, theirs: nn.Module) -> None:
 def _pass_on(drafter: LearnedDrafter, layers: int) -> None:
     """Let ``fc`` pass on the feature that the target's last layer reads, or the nearest to it, and nothing else."""
     weight = drafter.get_parameter("fc.weight")
-    width, boundaries = drafter.config.target_hidden_size, drafter.config.aux_layer_boundaries
+    width = drafter.config.target_hidden_size
+    boundaries = drafter.config.aux_layer_boundaries
     if weight.shape[0] != width or weight.shape[1] % width:
         return
     near = [abs(boundary - (layers - 1)) for boundary in boundaries]

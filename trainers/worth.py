@@ -21,7 +21,10 @@ from hf_specgen.generate import SpeculativeDecoding
 from hf_specgen.models.wrappers import input_device
 from hf_specgen.round.stats import RowStats
 
-PLAIN, LOOKUP, FIXED, OURS = "plain", "prompt lookup", "drafter, fixed length", "drafter"
+PLAIN = "plain"
+LOOKUP = "prompt lookup"
+FIXED = "drafter, fixed length"
+OURS = "drafter"
 COMBINED = "drafter with prompt lookup"
 _WARM_UP = 8  # tokens that are written before the clock counts
 
@@ -133,7 +136,8 @@ def live(drafter: Any, target: PreTrainedModel, num_tokens: int | None = None) -
     if not isinstance(made, LearnedDrafter):
         return SmallModel(made, num_tokens)
     if num_tokens is not None:
-        made.config.tree, made.config.num_tokens = "chain", num_tokens
+        made.config.tree = "chain"
+        made.config.num_tokens = num_tokens
     return made
 
 
@@ -167,7 +171,8 @@ def decode(
         for name, loop in loops.items():
             text, seconds, out = _timed(target, prompt, config, loop)
             part = found[name]
-            part.tokens, part.seconds = part.tokens + len(text), part.seconds + seconds
+            part.tokens = part.tokens + len(text)
+            part.seconds = part.seconds + seconds
             if loop:
                 part.total.merge(out.speculation.total)
                 part.prefill_seconds += out.speculation.prefill_seconds

@@ -68,7 +68,8 @@ def prepare(
     rule = read_rule(options.rule, RULES)
     if isinstance(rule, Typical):
         warn_lossy(rule)
-    rows, greedy = len(input_ids), not config.do_sample
+    rows = len(input_ids)
+    greedy = not config.do_sample
     if options.streamer is not None and rows > 1:
         raise SpecGenError(
             f"a streamer was given for {rows} rows: one row is required. Pass on_tokens=callback(row, tokens)."
@@ -178,7 +179,8 @@ def check_positions(model: PreTrainedModel, lengths: list[int], budget: int) -> 
     """
     settings = model.config.get_text_config(decoder=True).to_dict()
     rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
-    longest, shortest = max(lengths) + budget, min(lengths)
+    longest = max(lengths) + budget
+    shortest = min(lengths)
     for inner in (rope, *(value for value in rope.values() if isinstance(value, dict))):  # one a layer kind, or one
         given = inner.get("rope_type")
         kind = given if isinstance(given, str) else ""
@@ -200,7 +202,8 @@ def read_request(config: GenerationConfig, own: GenerationConfig | None, asked: 
     ``config`` is merged and full of defaults: one of them counts only when the model's ``own`` config set something.
     """
     defaults = GenerationConfig._get_default_generation_params()
-    merged, set_on_model = config.to_dict(), own.to_dict() if own is not None else {}
+    merged = config.to_dict()
+    set_on_model = own.to_dict() if own is not None else {}
 
     def settle(value: Any, name: str) -> Any:
         given = merged.get(name)

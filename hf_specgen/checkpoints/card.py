@@ -20,9 +20,12 @@ from hf_specgen.checkpoints.opening import Report, open_checkpoint
 from hf_specgen.errors import SpecGenError
 
 CARD = "README.md"
-TEMPLATE, TRAINING_PART = "template.md.jinja", "training.md.jinja"
+TEMPLATE = "template.md.jinja"
+TRAINING_PART = "training.md.jinja"
 BENCH_SCHEMA = "hf_specgen.bench/1"
-TRAINING, CURVE, TRAINING_SCHEMA = "training.json", "training.png", "hf_specgen.training/1"
+TRAINING = "training.json"
+CURVE = "training.png"
+TRAINING_SCHEMA = "hf_specgen.training/1"
 METHODS = {"medusa": "Medusa heads", "eagle": "EAGLE", "eagle3": "EAGLE-3"}
 LOSSY_RULES = ("typical", "threshold")
 OTHER_DRAFTERS = ("prompt-lookup", "small-model", "none")
@@ -208,12 +211,15 @@ def _python(config: DrafterConfig, name: str, target: str) -> list[str]:
 
 def _tools(report: Report, name: str, target: str) -> list[dict[str, Any]]:
     """Return how to serve the drafter elsewhere: as it lies there where that is read, else converted first."""
-    config, model = report.config, target or "<the target>"
+    config = report.config
+    model = target or "<the target>"
     if config.method == "medusa":
         return _medusa_tools(config, name, model)
     if config.reduces_vocabulary and not config.own_head:
         return []  # no other layout can say it
-    tokens, first, pairs = config.num_tokens or 3, config.aux_layer_boundaries[:1], config.method == "eagle3"
+    tokens = config.num_tokens or 3
+    first = config.aux_layer_boundaries[:1]
+    pairs = config.method == "eagle3"
     ours = report.layout == "specgen" and pairs
     # the default layout is the one that may leave the head to the target
     place, before = _place(name, ours, ("vllm-speculators" if config.own_head else "specgen") if pairs else "eagle")
@@ -268,7 +274,8 @@ def _measured(report: Mapping[str, Any]) -> dict[str, Any]:
         raise SpecGenError(
             f"the report measured {drafter['name']}, not this drafter: its figures do not belong on this card."
         )
-    ours, plain = report["methods"]["ours"], report["methods"].get("plain", {})
+    ours = report["methods"]["ours"]
+    plain = report["methods"].get("plain", {})
     rates = ((ours.get("acceptance") or {}).get("acceptance_rates") or [])[:POSITIONS]
     rule = str(drafter.get("rule", ""))
     columns, rows = _speed_rows(ours, plain)
@@ -289,10 +296,12 @@ def _training(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Return what the template shows of a training."""
     if found is None:
         return None
-    machine, values = found["machine"], found["evaluation"]
+    machine = found["machine"]
+    values = found["evaluation"]
     place = ", ".join(str(part) for part in (machine["device"], _told("", machine.get("cores"), " cores")) if part)
     known = [name for name in ("hf_specgen", "transformers", "torch") if machine.get(name)]
-    seconds, data = _number(found.get("seconds"), ".0f"), _code(found.get("data"))
+    seconds = _number(found.get("seconds"), ".0f")
+    data = _code(found.get("data"))
     best = f"; the weights are those of step {found['best_step']:,}, the best" if found.get("best_step") else ""
     begun = f", from step {found['from_step']} on" if found.get("from_step") else ""
     facts = [
@@ -364,14 +373,17 @@ def _decoding(found: Mapping[str, Any] | None, place: str) -> list[str]:
 
 
 def _heading(report: Mapping[str, Any]) -> str:
-    machine, target = report.get("machine", {}), report.get("target", {})
+    machine = report.get("machine", {})
+    target = report.get("target", {})
     device = machine.get("gpu") if target.get("device") != "cpu" and machine.get("gpu") else machine.get("cpu")
     return ", ".join(str(part) for part in (device, target.get("dtype")) if part) or "One run"
 
 
 def _conditions(report: Mapping[str, Any]) -> str:
-    machine, settings = report.get("machine", {}), report.get("settings", {})
-    decoding, target = settings.get("decoding", {}), report.get("target", {})
+    machine = report.get("machine", {})
+    settings = report.get("settings", {})
+    decoding = settings.get("decoding", {})
+    target = report.get("target", {})
     name = target.get("name")
     heat = "greedy" if settings.get("greedy") else f"temperature {decoding.get('temperature')}"
     parts = [
@@ -400,7 +412,8 @@ def _told(label: str, value: Any, unit: str = "") -> str:
 
 def _speed_rows(ours: Mapping[str, Any], plain: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return the columns that have figures, and a row per category with the total last."""
-    baseline, kinds = plain.get("categories", {}), ours.get("categories", {})
+    baseline = plain.get("categories", {})
+    kinds = ours.get("categories", {})
     parts = [(name, part, baseline.get(name, {})) for name, part in kinds.items()] if len(kinds) > 1 else []
     parts.append(("all", ours, plain))
     cells = {
@@ -421,7 +434,8 @@ def _number(value: Any, form: str) -> str:
 
 
 def _speedup(part: Mapping[str, Any]) -> str:
-    value, interval = part.get("speedup"), part.get("speedup_ci95")
+    value = part.get("speedup")
+    interval = part.get("speedup_ci95")
     text = "" if value is None else f"{value:.2f}x"
     return f"{text} ({interval[0]:.2f}-{interval[1]:.2f})" if text and interval else text
 
@@ -431,7 +445,8 @@ def _accepted(part: Mapping[str, Any], name: str) -> str:
 
 
 def _identity(ours: Mapping[str, Any]) -> str:
-    same, parts = ours.get("identical"), ours.get("divergences") or []
+    same = ours.get("identical")
+    parts = ours.get("divergences") or []
     gaps = [part.get("shortfall") for part in parts]
     known = bool(gaps) and None not in gaps
     where = f"; the others part at a logit gap of at most {max(gaps):.3f}" if known else ""

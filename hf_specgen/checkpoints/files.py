@@ -40,7 +40,9 @@ WEIGHTS = (
     "pytorch_model.bin.index.json",
     "pytorch_model.bin",
 )
-SAFE, PICKLES, INDEX = ".safetensors", (".bin", ".pt"), ".index.json"
+SAFE = ".safetensors"
+PICKLES = (".bin", ".pt")
+INDEX = ".index.json"
 # what a trainer leaves beside the weights
 NO_WEIGHTS = {"training_state.pt", "optimizer.pt", "scheduler.pt", "training_args.bin", "optimizer.bin"}
 
@@ -244,7 +246,8 @@ def read_tensors(files: Files, holders: Mapping[str, str], names: Iterable[str])
     wanted = list(names)
     read: dict[str, Tensor] = {}
     for file in sorted({holders[name] for name in wanted}):
-        here, path = [name for name in wanted if holders[name] == file], files.path(file)
+        here = [name for name in wanted if holders[name] == file]
+        path = files.path(file)
         if file.endswith(SAFE):
             with _opened_safely(path) as handle:
                 read.update((name, handle.get_tensor(name).clone()) for name in here)

@@ -166,7 +166,8 @@ def open_source(name: str | Path, options: HubOptions | None = None) -> Source:
     shapes: dict[str, Shape] = {}
     for file in weight_files(files):
         for tensor, shape in files.shapes(file).items():
-            holders[tensor], shapes[tensor] = file, shape
+            holders[tensor] = file
+            shapes[tensor] = shape
 
     def load(names: Iterable[str]) -> dict[str, Tensor]:
         return read_tensors(files, holders, names)

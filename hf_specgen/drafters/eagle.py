@@ -77,7 +77,8 @@ class EagleDrafter(FeatureDrafter):
         loss = found.loss_sum
         for step in range(steps):
             place = chosen(lesson, 2 + step)
-            foretold, wanted = states[step].flatten(0, 1)[place], last_hidden.flatten(0, 1)[place + 1 + step]
+            foretold = states[step].flatten(0, 1)[place]
+            wanted = last_hidden.flatten(0, 1)[place + 1 + step]
             exact = torch.promote_types(foretold.dtype, torch.float32)
             gap = F.smooth_l1_loss(foretold.to(exact), wanted.to(exact), reduction="none").mean(-1)
             loss = loss + (gap * weighted(lesson, place, 2 + step, shares[step])).sum()

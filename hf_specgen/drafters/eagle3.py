@@ -33,7 +33,8 @@ class Eagle3Drafter(FeatureDrafter):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)
         _check(config)
-        hidden, target = config.hidden_size, config.target_hidden_size
+        hidden = config.hidden_size
+        target = config.target_hidden_size
         norm = LayerClasses.of(config.layer_type).norm
         fused = len(config.aux_layer_boundaries) or _FUSED
         if config.own_embedding:

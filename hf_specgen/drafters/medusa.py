@@ -125,7 +125,8 @@ class MedusaDrafter(LearnedDrafter):
         Raises: ``IncompatibleDrafter``.
         """
         target = self.config.target
-        known, name = target.get("fingerprint"), target.get("name")
+        known = target.get("fingerprint")
+        name = target.get("name")
         if target.get("own_backbone") and known and facts.fingerprint and known != facts.fingerprint:
             raise IncompatibleDrafter(
                 f"these Medusa-2 heads were trained together with the backbone of {name or 'their checkpoint'} "
@@ -154,8 +155,11 @@ class MedusaDrafter(LearnedDrafter):
         ``wants_teacher`` the text alone judges, and the target's head is not run.
         """
         inputs = input_ids, features, last_hidden, loss_mask, objective, target_head, document_ids, weights, wants_rates
-        lesson, ids, depths = Lesson(*inputs), input_ids.flatten(), []
-        states, last = features[0].flatten(0, 1), last_hidden.flatten(0, 1)
+        lesson = Lesson(*inputs)
+        ids = input_ids.flatten()
+        depths = []
+        states = features[0].flatten(0, 1)
+        last = last_hidden.flatten(0, 1)
         loss = torch.zeros((), device=states.device)
         for head in range(self.config.num_heads):
             place = chosen(lesson, 2 + head)

@@ -41,7 +41,8 @@ class Source:
         text = self.tokens
         for place in range(max(1, self.indexed), len(text)):
             for n in range(1, min(self.max_ngram, place) + 1):
-                index, gram = self.followers[n - 1], tuple(text[place - n : place])
+                index = self.followers[n - 1]
+                gram = tuple(text[place - n : place])
                 index[gram] = self._latest(index.get(gram, ()), place)
         self.indexed = len(text)
 

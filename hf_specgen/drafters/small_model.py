@@ -45,8 +45,11 @@ class SmallModel(Drafter):
         costs: Costs | None = None,
     ) -> None:
         self.model = driven(model)
-        self.num_tokens, self.sample, self.tokenizer = num_tokens, sample, tokenizer
-        self.confidence, self.costs = confidence, costs
+        self.num_tokens = num_tokens
+        self.sample = sample
+        self.tokenizer = tokenizer
+        self.confidence = confidence
+        self.costs = costs
         settings = self.model.config.get_text_config(decoder=True).to_dict()
         self.context = int(settings.get("max_position_embeddings") or settings.get("n_positions") or 1 << 30)
 

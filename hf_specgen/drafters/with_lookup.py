@@ -175,15 +175,19 @@ class _Group:
         """Learn from the rows that the other drafter drafted for; forget what is old when it is never asked."""
         drafted = [row for row in self.rows if round.proposed[row] and not copied[row]]
         for row in drafted:
-            depth, accepted = round.reached[row], len(round.paths[row])
+            depth = round.reached[row]
+            accepted = len(round.paths[row])
             self.rate.observe(accepted, min(depth, accepted + 1))
         if drafted:
             self.depth = max(round.reached[row] for row in drafted)
             self.nodes = max(round.proposed[row] for row in drafted)
         self._waited = self._waited + 1 if not self.asked else 0
         if self._waited >= self._pause:
-            self.rate, self.depth, self.nodes = Rate(0.6, 0.7, weight=2.0), _DEPTH, _DEPTH
-            self._waited, self._pause = 0, 2 * self._pause
+            self.rate = Rate(0.6, 0.7, weight=2.0)
+            self.depth = _DEPTH
+            self.nodes = _DEPTH
+            self._waited = 0
+            self._pause = 2 * self._pause
 
 
 def _plan(
@@ -199,7 +203,8 @@ def _plan(
     ``copies[r]``: how many tokens row r could copy, and their rates. Compared are nobody copying, every row copying
     what it has at each width (the other drafter rests), and each row taking what promises more (it drafts).
     """
-    worth, rows = costs.worth(remaining), sum(left > 0 for left in remaining)
+    worth = costs.worth(remaining)
+    rows = sum(left > 0 for left in remaining)
     rates = group.rate.rates
     drafted = [_expected(rates, min(group.depth, space)) for space in room]
 
@@ -216,7 +221,8 @@ def _plan(
         copied = [_expected(rate, count) for count, (_, rate) in zip(counts, copies, strict=True)]
         alone = gain(copied, width, False)
         if alone > most:
-            most, best = alone, [(count, False) for count in counts]
+            most = alone
+            best = [(count, False) for count in counts]
         takes = [c > d for c, d in zip(copied, drafted, strict=True)]
         if all(took or not space for took, space in zip(takes, room, strict=True)) or not any(takes):
             continue
@@ -260,7 +266,8 @@ class _Part(Round):
 
 def _merged(copies: Draft, other: Draft, copied: list[bool], vocab: int) -> Draft:
     """Put the copies into the other draft's place in the rows that copy; ``vocab``: how many ids a law may need."""
-    width, device = max(copies.width, other.width), copies.tokens.device
+    width = max(copies.width, other.width)
+    device = copies.tokens.device
     marks = torch.tensor(copied, device=device)
 
     def chosen(mine: Tensor, theirs: Tensor, value: int) -> Tensor:

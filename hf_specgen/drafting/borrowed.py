@@ -36,7 +36,8 @@ class HeadRows:
     def of(cls, head: nn.Module, ids: Tensor, device: torch.device) -> HeadRows:
         """Gather rows of a head. Raises: ``IncompatibleDrafter`` for a head that is more than a matrix and a bias."""
         parameters = dict(head.named_parameters())
-        source, bias = parameters.get("weight"), parameters.get("bias")
+        source = parameters.get("weight")
+        bias = parameters.get("bias")
         plain = source is not None and source.dim() == 2 and holds_numbers(source)
         if plain and source is not None:
             places = ids.to(source.device)
@@ -110,7 +111,8 @@ class TargetParts:
 
         ``ids``: the rows of the head that are wanted, None for all.
         """
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        embedding = model.get_input_embeddings()
+        head = model.get_output_embeddings()
         same = embedding is not None and embedding.weight is self.embedding and head is self.head
         facts = replace(TargetFacts.of_config(model.config), fingerprint=self.facts.fingerprint) if same else None
         fits = facts == self.facts and (self.embedding.device, model.dtype) == (self.device, self.dtype)
@@ -129,7 +131,8 @@ class TargetParts:
     @classmethod
     def of(cls, model: PreTrainedModel) -> TargetParts:
         """Take the parts of a target. Raises: ``IncompatibleDrafter`` for a model without a language-model head."""
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        embedding = model.get_input_embeddings()
+        head = model.get_output_embeddings()
         if embedding is None or head is None:
             raise IncompatibleDrafter(
                 f"{type(model).__name__} has no token embedding or no language-model head: a causal language model is "
@@ -154,7 +157,8 @@ class TargetParts:
 def _behind_head(model: PreTrainedModel) -> tuple[float, float | None]:
     """Return by what a target multiplies its head's output, and at what it caps it (None: it does not)."""
     settings = model.config.get_text_config(decoder=True).to_dict()
-    scale, scaling = float(settings.get("logit_scale") or 1.0), float(settings.get("logits_scaling") or 1.0)
+    scale = float(settings.get("logit_scale") or 1.0)
+    scaling = float(settings.get("logits_scaling") or 1.0)
     if not str(settings.get("model_type")).startswith("hyperclovax"):  # it multiplies by what Granite divides by
         scaling = 1.0 / scaling
     cap = settings.get("final_logit_softcapping")

@@ -65,7 +65,8 @@ class Growth:
 
         Returns: ids ``(B, N)``, parents ``(B, N)``, ``n_valid (B)``, log-probabilities ``(B, N)``.
         """
-        ids, parents = torch.cat(self._ids, 1), torch.cat(self._parents, 1)
+        ids = torch.cat(self._ids, 1)
+        parents = torch.cat(self._parents, 1)
         scores = self._within(room)
         chosen, links, n_valid = rerank(scores, parents, self._depth(scores.device), nodes)
         return ids.gather(1, chosen), links, n_valid, scores.gather(1, chosen)
@@ -104,7 +105,8 @@ def rerank(scores: Tensor, parents: Tensor, depth: Tensor, nodes: int) -> tuple[
     chosen = _ranked(scores)[:, :nodes]
     absent = scores.gather(1, chosen) == NEVER
     chosen = (chosen + absent * count).sort(-1).values
-    absent, chosen = chosen >= count, chosen % count
+    absent = chosen >= count
+    chosen = chosen % count
     place = torch.zeros_like(parents).scatter_(
         1, chosen, torch.arange(chosen.shape[1], device=chosen.device).expand_as(chosen)
     )

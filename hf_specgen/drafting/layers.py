@@ -134,7 +134,8 @@ class Rotary:
     """
 
     def __init__(self, config: PretrainedConfig, layer_type: str) -> None:
-        self._config, self._type = config, layer_type
+        self._config = config
+        self._type = layer_type
         self._made: tuple[torch.device, nn.Module] | None = None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -232,7 +232,8 @@ class LearnedDrafter(PreTrainedModel, Drafter):
         found = shortened(replace(self.checkpoint(), notes=said.notes if said else ()), ids)
         drafter = assemble(type(self), found, self.dtype, self.device)
         drafter.report = replace(said, config=drafter.config, notes=found.notes) if said else None
-        drafter.costs, drafter.confidence = self.costs, self.confidence
+        drafter.costs = self.costs
+        drafter.confidence = self.confidence
         return drafter.train(self.training)
 
     def checkpoint(self) -> Checkpoint:
@@ -399,7 +400,8 @@ def same_rows(own: Tensor, weight: Tensor) -> bool:
     if own.shape != weight.shape or not holds_numbers(weight):
         return False
     for start in range(0, len(own), _ROWS):
-        left, right = own[start : start + _ROWS], weight[start : start + _ROWS].to(own.device)
+        left = own[start : start + _ROWS]
+        right = weight[start : start + _ROWS].to(own.device)
         if not (torch.equal(left.to(right.dtype), right) or torch.equal(left, right.to(left.dtype))):
             return False
     return True
@@ -430,7 +432,8 @@ def check_drafts(config: DrafterConfig) -> None:
 
 def check_fit(config: DrafterConfig, facts: TargetFacts) -> None:
     """Compare the sizes a drafter was made for with a target's. Raises: ``IncompatibleDrafter`` for others."""
-    name, own = facts.name or "the target", trained_for(config)
+    name = facts.name or "the target"
+    own = trained_for(config)
     wanted = {"hidden_size": config.target_hidden_size, "vocab_size": config.vocab_size}
     for size, need in wanted.items():
         have = facts.to_dict()[size]

@@ -120,7 +120,8 @@ class Pace:
         tried = sum(round.proposed)
         right = sum(len(path) for proposed, path in zip(round.proposed, round.paths, strict=True) if proposed)
         if self._rest > 0 and tried and 2 * right >= tried:  # a trial went well: try again at once, at the same pause
-            self._rest, self._pause = 0, self._pause // 2
+            self._rest = 0
+            self._pause = self._pause // 2
 
 
 def warn_shallow(name: str, asked: int | None, deepest: int, reason: str) -> None:

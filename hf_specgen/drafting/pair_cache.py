@@ -110,7 +110,8 @@ class PairCache:
 
         Shapes: ``tokens (R, F)``, ``features (R, F, H)``: the states of their parents. Returns: states ``(R, F, H)``.
         """
-        width, held = tokens.shape[1], self._held
+        width = tokens.shape[1]
+        held = self._held
         self.cache.begin(width, max(0, self._spare + 1 - held - width), held)
         self._held += width
         depth = tree.depth[:, held:]
@@ -124,7 +125,8 @@ class PairCache:
 
     def _columns(self, row: int) -> Sequence[int]:
         """Return where the pending hidden states of a row stand when all blocks are put side by side."""
-        spans, offset = [], 0
+        spans = []
+        offset = 0
         for block in self._blocks:
             start = offset + block.starts[row]
             spans.append(range(start, start + block.counts[row]))
@@ -151,7 +153,8 @@ class PairCache:
         for line in columns:
             behind = line[-1] + 1 if line else 0
             lines.append([*line, *range(behind, behind + width - len(line))])
-        owners, start = self.owners, lines[0][0]
+        owners = self.owners
+        start = lines[0][0]
         straight = list(range(start, start + width))
         if start + width - 1 <= last and all(line == straight for line in lines):
             parts = tuple(layer[:, start : start + width] for layer in hidden)
@@ -162,7 +165,8 @@ class PairCache:
 
     def _mask(self, tree: Tree, held: int) -> dict[str, Tensor]:
         """Return the ``(R or 1, 1, S, view)`` bool mask of the pass that was announced, for each kind of layer."""
-        groups, lengths = self.cache.groups.values(), self.cache.lengths
+        groups = self.cache.groups.values()
+        lengths = self.cache.lengths
         bounded = any(group.window is not None for group in groups)
         if not bounded and tree.is_chain and held == len(tree) and min(lengths) == max(lengths):
             everything = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self._device)

@@ -65,7 +65,8 @@ def best_plan(rates: Rates, costs: Costs, most: int = 64, rows: int = 1) -> Plan
 
     A drafter pays ``costs.draft`` a level, the pass by the number of nodes. ``gain`` below 1 says: do not draft.
     """
-    rates, best = _checked(rates), Plan((), 0.0, 0.0)
+    rates = _checked(rates)
+    best = Plan((), 0.0, 0.0)
     for depth in range(1, len(rates) + 1):
         table = _Table(rates[:depth], most)
         for nodes, accepted in enumerate(table.accepted):
@@ -98,7 +99,8 @@ class _Table:
         self.take: list[list[list[int]]] = []
         for ranks in reversed(rates):
             subtree = 1.0 + torch.cat([below[:1], below[:-1]])
-            forest, level = torch.zeros_like(below), []
+            forest = torch.zeros_like(below)
+            level = []
             for rate in reversed(ranks):
                 forest, size = self._join(rate * subtree, forest)
                 level.append(size.tolist())
@@ -138,7 +140,8 @@ class RankRates:
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
-        depth, ranks = max(map(len, paths)), max(map(max, paths)) + 1
+        depth = max(map(len, paths))
+        ranks = max(map(max, paths)) + 1
         self.tried = [[0] * ranks for _ in range(depth)]
         self.accepted = [[0] * ranks for _ in range(depth)]
 

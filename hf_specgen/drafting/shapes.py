@@ -199,12 +199,15 @@ class StaticShape:
         Source: Chen et al. 2024, "Sequoia", section 3.2; Yang et al. 2024, "Multi-candidate speculative decoding".
         """
         batch, _, vocab = scores.shape
-        width, level, device = len(self.expanding(depth - 1)), self.levels[depth - 1], scores.device
+        width = len(self.expanding(depth - 1))
+        level = self.levels[depth - 1]
+        device = scores.device
         rows = torch.arange(batch, device=device)
         if len(level) == 1 and width == 1:  # a chain: no list travels to the device
             token, spent = ops.draw(scores[:, 0], coins.uniform(rows, 0, DRAFT, sibling=level.start))
             return token.masked_fill(spent, ABSENT).unsqueeze(1)
-        slots, left = self._slots(depth, width), scores.expand(batch, width, vocab)
+        slots = self._slots(depth, width)
+        left = scores.expand(batch, width, vocab)
         places = [slots[:number].count(slot) for number, slot in enumerate(slots)]
         tokens = torch.full((batch, len(level)), ABSENT, device=device)
         for place in range(max(places) + 1):

@@ -103,7 +103,8 @@ class StepMask:
         Shapes: ``query (B, Hq, S, D)``, ``key, value (B, Hkv, (k + 1) * S, D)`` of all steps. Returns:
         ``(B, S, Hq, D)``.
         """
-        width, groups = query.shape[2], query.shape[1] // key.shape[1]
+        width = query.shape[2]
+        groups = query.shape[1] // key.shape[1]
         query = query.unflatten(1, (key.shape[1], groups))
         parts = []
         for start in range(0, width, _CHUNK):
@@ -119,7 +120,8 @@ class StepMask:
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, start: int, stop: int, width: int
     ) -> Tensor:
         """Attend for the pairs ``start .. stop - 1``: ``query (B, Hkv, G, stop - start, D)``."""
-        steps, exact = key.shape[2] // width, torch.promote_types(query.dtype, torch.float32)
+        steps = key.shape[2] // width
+        exact = torch.promote_types(query.dtype, torch.float32)
         first = torch.einsum("bhgsd,bhtd->bhgst", query, key[:, :, :stop]).to(exact) * scale
         sees = self._sees(start, stop, steps - 1, query.device)
         scores = [first.masked_fill(~sees, -torch.inf)]
@@ -133,7 +135,8 @@ class StepMask:
 
     def _sees(self, start: int, stop: int, step: int, device: torch.device) -> Tensor:
         """Return ``(B or 1, 1, 1, stop - start, stop)`` bool: what a chunk sees of step 0."""
-        here, there = torch.arange(start, stop, device=device)[:, None], torch.arange(stop, device=device)
+        here = torch.arange(start, stop, device=device)[:, None]
+        there = torch.arange(stop, device=device)
         sees = here >= there
         if self.window is not None:
             sees = sees & (here + step - there < self.window)
@@ -193,9 +196,11 @@ def judge(pupil: Pupil, lesson: Lesson, unrolled: list[Tensor], shares: list[flo
 
 def told(lesson: Lesson, loss: Tensor, depths: list[tuple[Tensor, Tensor, Tensor, Tensor]]) -> TrainingOutput:
     """Sum up what was found. Of each depth: which of the ``B * T`` places were judged, their hits, alphas, rates."""
-    shape, device = lesson.input_ids.shape, lesson.input_ids.device
+    shape = lesson.input_ids.shape
+    device = lesson.input_ids.device
     alive = torch.ones(shape.numel(), dtype=torch.bool, device=device)
-    counts, rates = [], []
+    counts = []
+    rates = []
     for place, hits, alpha, rate in depths:
         alive = alive & torch.zeros_like(alive).index_copy(0, place, hits)
         parts = (torch.ones_like(alpha), hits, alpha, alive)

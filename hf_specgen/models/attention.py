@@ -20,7 +20,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from hf_specgen import ops
 from hf_specgen.errors import SpecGenError
 
-MODEL, TREE = "model", "tree"
+MODEL = "model"
+TREE = "tree"
 _VARIABLE = "HF_SPECGEN_ATTENTION"
 # One name beside each implementation: another thread's forward may build its mask under one and read the other.
 _NAMES = {"sdpa": "specgen_tree_sdpa", "eager": "specgen_tree_eager"}
@@ -90,7 +91,8 @@ class PassAttention:
         if self.implementation == "eager":
             stock = type(self._model).__module__.startswith("transformers.")
             return stock and settings.get("model_type") in _EAGER_MODELS
-        heads, shared = settings.get("num_attention_heads"), settings.get("num_key_value_heads")
+        heads = settings.get("num_attention_heads")
+        shared = settings.get("num_key_value_heads")
         return heads is not None and shared is not None and shared < heads
 
     def _is_possible(self) -> bool:

@@ -97,7 +97,8 @@ def _first_number(settings: dict[str, Any], names: tuple[str, ...]) -> int:
 
 def fingerprint(model: PreTrainedModel) -> str:
     """Return 16 hex digits that tell one target from another, see ``fingerprint_of``."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     return fingerprint_of(embedding.weight, embedding.weight if head is None else head.weight)
 
 

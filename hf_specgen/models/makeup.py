@@ -57,7 +57,8 @@ def makeup_of(model: PreTrainedModel) -> Makeup:
                 files[kind.__module__] = _is_own_file(kind.__module__)
             kinds[kind] = files[kind.__module__] and _is_own_function(kind.forward)
             quantised = quantised or kind.__module__.startswith(_QUANTISING)
-        replaced, hooks = _replaced_forward(module), foreign_hooks(module)
+        replaced = _replaced_forward(module)
+        hooks = foreign_hooks(module)
         own = own and kinds[kind] and replaced is None and not hooks
         parts.append((kind, _identity(replaced), hooks))
         if not quantised:

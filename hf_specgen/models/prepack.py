@@ -24,7 +24,8 @@ Model = TypeVar("Model", bound=nn.Module)
 
 _LOG = logging.getLogger(__name__)
 _TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-_CHUNK, _ODD = 61, 0x1E3779B97F4A7C15
+_CHUNK = 61
+_ODD = 0x1E3779B97F4A7C15
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WAY_OUT = "Prepacking needs plain float weights in CPU memory: leave prepack out for this model."
 
@@ -50,7 +51,8 @@ class _Packed(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return what the plain layer returns; derivatives, autocast and tracing get the plain layer itself."""
-        weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
+        weight = self._parameters.get("weight")
+        bias = self._parameters.get("bias")
         if weight is not None and weight.requires_grad and torch.is_grad_enabled() and not _is_traced():
             self.__dict__.pop("_pack", None)  # it may be trained now: fused optimizers write past the version counter
             return super().forward(input)
@@ -75,7 +77,8 @@ class _Packed(nn.Module):
 
     def pack(self) -> Pack:
         """Pack the weights as they are now; a result that differs from the plain layer's is not used."""
-        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        weight = self._parameters["weight"]
+        bias = self._parameters["bias"]
         assert weight is not None
         source = weight.detach()
         with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):

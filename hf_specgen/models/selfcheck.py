@@ -108,7 +108,8 @@ def _check_beyond(model: PreTrainedModel, makeup: Makeup, threshold: Threshold, 
 
     Raises: ``UnsupportedTarget`` naming the threshold.
     """
-    limit, place = _limit(model, makeup), threshold.value
+    limit = _limit(model, makeup)
+    place = threshold.value
     exact = makeup.is_quantised or model.dtype in _TOLERANCE  # else half precision would hide what a scale changes
     try:
         copy = copy_of(model, in_float32=not exact)
@@ -156,7 +157,8 @@ def round_error(
     Two rounds are scored, so that gathering a tree path and rolling back are covered as well. ``leaves`` asks about the
     deepest nodes alone. ``rows`` is how many rows every forward must have; None: two, compared with forwards of one.
     """
-    device, count = input_device(model), rows or 2
+    device = input_device(model)
+    count = rows or 2
     texts = [_tokens(model, 20, lengths[row % 2]) for row in range(count)]
     cached = CachedModel(model, count)
     first = cached.prefill(Prompt(_padded(texts), [len(text) for text in texts]))
@@ -185,7 +187,8 @@ def leak_of(model: PreTrainedModel, rows: int | None = None) -> float:
 
     Two passes of one shape differ only in nodes that are no ancestors of those that are compared.
     """
-    device, count = input_device(model), rows or 2
+    device = input_device(model)
+    count = rows or 2
     texts = [_tokens(model, 20, (5, 11)[row % 2]) for row in range(count)]
     cached = CachedModel(model, count)
     cached.prefill(Prompt(_padded(texts), [len(text) for text in texts]))
@@ -244,7 +247,8 @@ def _worst(model: PreTrainedModel, texts: list[Tensor], logits: Tensor, rows: in
 
 def _difference(plain: Tensor, ours: Tensor) -> float:
     """Return the largest difference of two rows of logits, relative to the first one's spread over possible ids."""
-    plain, ours = plain.float(), ours.float()
+    plain = plain.float()
+    ours = ours.float()
     possible = plain > plain.max() - _IMPOSSIBLE
     if not torch.equal(possible, ours > ours.max() - _IMPOSSIBLE):
         return math.inf

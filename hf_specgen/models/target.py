@@ -96,13 +96,15 @@ class Scores:
         if not self.sequences.warp.takes_any_text:
             return None
         rows, scored, vocab = self.logits.shape
-        logits, truncation = self.logits, self.sequences.warp.truncation
+        logits = self.logits
+        truncation = self.sequences.warp.truncation
         folds = folds and not self.greedy  # of equal best tokens a warper may leave another than the first
         if truncation is not None and truncation.top_p < 1:
             folds = folds and keeps_ties_by_id(self.device, vocab)
         if truncation is None or not (folds or truncation == Truncation()):
             place = torch.arange(rows * scored, device=self.device)
-            warped, truncation = self.at(place // scored, place % scored), Truncation()
+            warped = self.at(place // scored, place % scored)
+            truncation = Truncation()
             logits = (never_empty(warped) if self.greedy else warped).view(rows, scored, vocab)
         elif logits.dtype not in FLOATS:
             logits = logits.float()

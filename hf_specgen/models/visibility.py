@@ -64,7 +64,8 @@ class TreeVisibility(Visibility):
     def mask(self, slots: SlotMap) -> Tensor:
         """Return what root and nodes see, root first."""
         tree = self.tree
-        window, chunked = slots.window, slots.chunked
+        window = slots.window
+        chunked = slots.chunked
         return ops.tree_mask(slots.lengths, tree.parents, slots.capacity, slots.view, window, chunked, tree.ancestors)
 
     def widened(self, lanes: Tensor, total: int) -> TreeVisibility:

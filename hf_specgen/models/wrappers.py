@@ -161,9 +161,11 @@ def row_counter(model: nn.Module) -> str | None:
 
 def foreign_hooks(part: nn.Module | None) -> list[int]:
     """Name the forward hooks of one module, of all (None), that may do anything to a pass; no name is given twice."""
-    before, behind = torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks
+    before = torch_module._global_forward_pre_hooks
+    behind = torch_module._global_forward_hooks
     if part is not None:
-        before, behind = part._forward_pre_hooks, part._forward_hooks
+        before = part._forward_pre_hooks
+        behind = part._forward_hooks
     known = _RUNNERS | {"peft"}  # PEFT's treat tokens alike where ``row_counter`` does not refuse them
     return [key for hooks in (before, behind) for key, hook in hooks.items() if _package(origin(hook)) not in known]
 

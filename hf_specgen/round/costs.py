@@ -85,7 +85,8 @@ class Costs:
         A batch lasts as long as the row with the most left to write, so tokens of that row save whole passes; a row
         that is ahead only leaves the pass earlier, which saves its share of it.
         """
-        rows, longest = sum(left > 0 for left in remaining), max(remaining, default=0)
+        rows = sum(left > 0 for left in remaining)
+        longest = max(remaining, default=0)
         share = min(self.row / (1.0 + self.row * (rows - 1)), 1.0 / rows) if rows else 0.0
         behind = [exp((left - longest) / _AHEAD) if left > 0 else 0.0 for left in remaining]
         total = sum(behind)

@@ -200,7 +200,8 @@ class Round:
     @cached_property
     def host(self) -> list[list[int]]:
         """Return ``[invalid, proposed, reached, n, next, path..., its tokens..., broken]`` a row: one device read."""
-        verdict, draft = self.verdict, self.draft
+        verdict = self.verdict
+        draft = self.draft
         columns = [verdict.invalid.long(), draft.n_valid, self._depths(), verdict.n, verdict.next]
         block = [torch.stack(columns, 1), verdict.path]
         if draft.width:

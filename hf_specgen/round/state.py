@@ -51,7 +51,8 @@ class State:
 
     def share_nothing(self) -> None:
         """Take nothing for a table."""
-        self._tables, self._shared = [], {}
+        self._tables = []
+        self._shared = {}
 
     def copy(self, values: list[Any]) -> list[Any]:
         """Copy objects deeply, with the variables that functions close over, which deepcopy would share."""
@@ -306,7 +307,8 @@ def _globals_of(function: FunctionType, own: set[str]) -> Iterator[Place]:
     """Name the globals that a function of the user's reads or writes, and what it reads of the user's own modules."""
     if not _is_users(function.__module__, own):
         return
-    namespace, codes = function.__globals__, [function.__code__]
+    namespace = function.__globals__
+    codes = [function.__code__]
     for code in codes:
         codes.extend(inner for inner in code.co_consts if isinstance(inner, CodeType))
     attributes = {name for code in codes for name in code.co_names}

@@ -50,7 +50,8 @@ def verify_typical(dense: Dense | None, draft: Draft, coins: CoinSource | None, 
     check_lossy(rule, draft.q is not None, dense is not None)
     assert dense is not None
     batch, scored, vocab = dense.logits.shape
-    flat, depth = dense.logits.reshape(-1, vocab), draft.tree.depth.expand(batch, -1)
+    flat = dense.logits.reshape(-1, vocab)
+    depth = draft.tree.depth.expand(batch, -1)
     coin = torch.zeros(batch, scored, dtype=torch.float64, device=flat.device)
     if coins is not None:
         coin = toss(coins, batch, scored, SAMPLE, 1, flat.device).squeeze(-1).gather(1, depth)
@@ -59,8 +60,11 @@ def verify_typical(dense: Dense | None, draft: Draft, coins: CoinSource | None, 
     token, law, invalid = ops.row_draw(flat, one, one.int(), one, one, coin.flatten(), *statistics)
     if dense.temperature == 0:
         token, _ = ops.argmax(flat)
-    law, token, invalid = law.view(batch, scored, -1), token.view(batch, scored), invalid.view(batch, scored)
-    target, shape = (dense.logits, one[:batch], law, token, invalid), (draft.tokens, draft.tree.parents, draft.n_valid)
+    law = law.view(batch, scored, -1)
+    token = token.view(batch, scored)
+    invalid = invalid.view(batch, scored)
+    target = (dense.logits, one[:batch], law, token, invalid)
+    shape = (draft.tokens, draft.tree.parents, draft.n_valid)
     return Verdict(*ops.typical_tree(*target, *shape, rule.threshold, rule.alpha))
 
 

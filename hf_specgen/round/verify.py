@@ -100,7 +100,8 @@ def _descend(scores: Scores, draft: Draft, decide: _Decide) -> Verdict:
 
 def _descend_tensors(draft: Draft, decide: _Decide) -> Verdict:
     """Walk on a device that must not be waited for: a row that has stopped repeats its last decision."""
-    levels, device = draft.tree.max_depth, draft.tokens.device
+    levels = draft.tree.max_depth
+    device = draft.tokens.device
     rows = torch.arange(len(draft.tokens), device=device)
     node = depth = torch.zeros_like(rows)
     invalid = torch.zeros_like(rows, dtype=torch.bool)
@@ -108,18 +109,24 @@ def _descend_tensors(draft: Draft, decide: _Decide) -> Verdict:
     for column in path.unbind(1):
         step = decide(rows, node, depth)
         column.copy_(step.child)
-        node, depth, invalid = torch.where(step.found, step.child + 1, node), depth + step.found, invalid | step.invalid
+        node = torch.where(step.found, step.child + 1, node)
+        depth = depth + step.found
+        invalid = invalid | step.invalid
     return Verdict(path[:, :levels], depth, step.token, invalid)
 
 
 def _descend_listed(draft: Draft, decide: _Decide) -> Verdict:
     """Walk on CPU: lists of a few rows are cheaper than tensors, and rows that have stopped are dropped."""
-    batch, levels = len(draft.tokens), draft.tree.max_depth
+    batch = len(draft.tokens)
+    levels = draft.tree.max_depth
     paths: list[list[int]] = [[] for _ in range(batch)]
-    last, invalid = [0] * batch, [False] * batch
-    walking, nodes = list(range(batch)), [0] * batch
+    last = [0] * batch
+    invalid = [False] * batch
+    walking = list(range(batch))
+    nodes = [0] * batch
     while walking:
-        rows, depth = torch.tensor(walking), len(paths[walking[0]])
+        rows = torch.tensor(walking)
+        depth = len(paths[walking[0]])
         step = decide(rows, torch.tensor(nodes), depth)
         outcome = list(zip(walking, *(part.tolist() for part in step), strict=True))
         for row, found, child, token, broken in outcome:
@@ -190,7 +197,9 @@ def _rejection(scores: Scores, draft: Draft, coins: CoinSource) -> _Decide:
     table = torch.cat((accept, _table(coins, draft, SAMPLE)), -1)
 
     def decide(rows: Tensor, nodes: Tensor, depth: _Depth) -> _Step:
-        logits, siblings, real = scores.at(rows, nodes), children[rows, nodes], present[rows, nodes]
+        logits = scores.at(rows, nodes)
+        siblings = children[rows, nodes]
+        real = present[rows, nodes]
         q_ids, q = _q_at(draft, rows, siblings[:, 0])
         tokens = draft.tokens[rows.unsqueeze(1), siblings].masked_fill(~real, 0)
         found, choice, token, invalid = ops.accept_or_draw(
@@ -211,7 +220,8 @@ def _block(scores: Scores, draft: Draft, coins: CoinSource) -> Verdict:
     rows = everyone = torch.arange(len(draft.tokens), device=scores.device)
     length = torch.arange(draft.width + 1, device=scores.device)
     real = _real(scores, draft)
-    n_valid, tokens = real.long().cumprod(1).sum(1, keepdim=True), draft.tokens.masked_fill(~real, 0)
+    n_valid = real.long().cumprod(1).sum(1, keepdim=True)
+    tokens = draft.tokens.masked_fill(~real, 0)
     reach = (length == 0).double().repeat(len(rows), 1)
     surplus = torch.zeros_like(reach)
     invalid = torch.zeros_like(rows, dtype=torch.bool)
@@ -219,7 +229,8 @@ def _block(scores: Scores, draft: Draft, coins: CoinSource) -> Verdict:
         rows = rows[_select((n_valid[rows, 0] > i) & (reach[rows, i] > 0))]
         if not len(rows):
             break
-        logits, (q_ids, q) = scores.at(rows, torch.full_like(rows, i)), _q_at(draft, rows, torch.full_like(rows, i))
+        logits = scores.at(rows, torch.full_like(rows, i))
+        (q_ids, q) = _q_at(draft, rows, torch.full_like(rows, i))
         surplus[rows, i], reach[rows, i + 1], bad = ops.block_step(logits, q_ids, q, tokens[rows, i], reach[rows, i])
         invalid[rows] |= bad
 
@@ -229,8 +240,10 @@ def _block(scores: Scores, draft: Draft, coins: CoinSource) -> Verdict:
     passes = (reach >= 1) | (coin * (surplus + 1 - reach) < surplus)  # h = 1 passes even when p = q leaves R = 0
     passes = torch.where(length == n_valid, coin < reach, passes & (length < n_valid))
     kept = (passes * length).amax(1)
-    keep, take = reach[everyone, kept], (kept < n_valid.squeeze(1)).double()
-    logits, (q_ids, q) = scores.at(everyone, kept), _q_at(draft, everyone, kept.clamp(max=draft.width - 1))
+    keep = reach[everyone, kept]
+    take = (kept < n_valid.squeeze(1)).double()
+    logits = scores.at(everyone, kept)
+    (q_ids, q) = _q_at(draft, everyone, kept.clamp(max=draft.width - 1))
     last, bad = ops.residual_draw(logits, q_ids, q, keep, take, _table(coins, draft, SAMPLE)[everyone, kept, 0])
     return Verdict(length[:-1].repeat(len(kept), 1), kept, last, invalid | bad)
 

@@ -47,7 +47,8 @@ def never_empty(logits: Tensor) -> Tensor:
 def verify_dense(dense: Dense, draft: Draft, coins: CoinSource | None, rule: str) -> Verdict:
     """Judge a draft as ``verify`` does, reading each row of logits once and only a resampled row again."""
     batch, scored, vocab = dense.logits.shape
-    flat, places = dense.logits.reshape(-1, vocab), (batch, scored)
+    flat = dense.logits.reshape(-1, vocab)
+    places = (batch, scored)
     if dense.temperature == 0 or coins is None:
         token, _, invalid = _draw(dense, flat, _constant(0.0, len(flat), torch.float64, flat.device))
         return _match(token, invalid, draft)
@@ -77,7 +78,8 @@ def _draw(dense: Dense, flat: Tensor, coin: Tensor) -> tuple[Tensor, Tensor, Ten
     """Draw one token from the law of every row; also return the laws and which rows are broken."""
     cut = (dense.top_k > 0 or dense.top_p < 1 or dense.min_p > 0) and dense.temperature > 0
     top_k, top_p, min_p = (min(dense.top_k, flat.shape[1]), dense.top_p, dense.min_p) if cut else (0, 1.0, 0.0)
-    rows, device = len(flat), flat.device
+    rows = len(flat)
+    device = flat.device
     settings = (
         _constant(dense.temperature, rows, torch.float32, device),
         _constant(top_k, rows, torch.int32, device),

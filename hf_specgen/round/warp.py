@@ -216,7 +216,8 @@ class Warp:
         if self.rows == 1 or name in _PREFIX_ONLY:
             return processor(ids, scores)
         if type(processor) is PrefixConstrainedLogitsProcessor:
-            allowed, prompt = processor._prefix_allowed_tokens_fn, row // processor._num_beams
+            allowed = processor._prefix_allowed_tokens_fn
+            prompt = row // processor._num_beams
             return PrefixConstrainedLogitsProcessor(lambda _, sent: allowed(prompt, sent), 1)(ids, scores)
         if name == "RepetitionPenaltyLogitsProcessor":
             return _row_of_penalty(processor, row)(ids, scores)

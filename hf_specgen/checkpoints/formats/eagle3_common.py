@@ -116,7 +116,8 @@ def plain_ids(source: Source, convention: str, certain: bool = False) -> LayerId
     config = source.config
     if config.get(OURS):
         return LayerIds(tuple(config[OURS]), stated=True)
-    top, inner = _listed(source, config), _listed(source, config.get("eagle_config") or {})
+    top = _listed(source, config)
+    inner = _listed(source, config.get("eagle_config") or {})
     if top is None:
         return LayerIds(inner, convention, certain)
     if inner is None or tuple(index + 1 for index in inner) == top:
@@ -250,7 +251,8 @@ def _apart(tensor: Tensor, other: Tensor) -> Tensor:
 
 
 def _target_layers(source: Source, options: ReadOptions, reading: Reading) -> int:
-    have, told = options.target.num_layers, reading.layers
+    have = options.target.num_layers
+    told = reading.layers
     if have and told and have != told:
         raise IncompatibleDrafter(
             f"{source.name} was made for a target of {told} layers and {options.target.name or 'the target'} has "
@@ -264,7 +266,8 @@ def _features(
 ) -> dict[str, Any]:
     if "fc.weight" not in shapes:
         raise IncompatibleDrafter(f"{source.name} lacks the tensors fc.weight: it is incomplete.")
-    features, named = shapes["fc.weight"][1], reading.settings.get("target_hidden_size")
+    features = shapes["fc.weight"][1]
+    named = reading.settings.get("target_hidden_size")
     named = named or source.config.get("target_hidden_size")
     if features % taken or (named and features != taken * named):
         raise IncompatibleDrafter(

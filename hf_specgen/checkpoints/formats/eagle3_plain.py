@@ -20,7 +20,8 @@ from hf_specgen.checkpoints.formats.eagle3_common import (
 
 def plan_plain(source: Source, options: ReadOptions, title: str) -> Plan:
     """Resolve config and names of a flat file. Raises: ``IncompatibleDrafter`` as every layout does."""
-    config, inner = source.config, nested(source)
+    config = source.config
+    inner = nested(source)
     output, lines, doubts = _norm_output_of(source, options)
     reading = Reading(
         title=title,

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from hf_specgen.checkpoints.formats.found import Found
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError
 
-BOUNDARY, LAYER_OUTPUT = "boundary", "layer_output"
+BOUNDARY = "boundary"
+LAYER_OUTPUT = "layer_output"
 CONVENTIONS = (BOUNDARY, LAYER_OUTPUT)
 ASK = f"Pass aux_layer_convention={BOUNDARY!r} or {LAYER_OUTPUT!r} to decide, calibrate_aux_layers to measure."
 
@@ -56,7 +57,9 @@ def resolve(source: str, listed: LayerIds, layers: int, asked: str | None) -> Fo
     if asked and listed.stated:
         doubt = (f"aux_layer_convention={asked!r} has no effect: {listed.by} states boundaries.",)
     elif asked:
-        convention, why, doubt = asked, "as asked", ()
+        convention = asked
+        why = "as asked"
+        doubt = ()
     bounds = [index + (convention == LAYER_OUTPUT) for index in ids]
     warnings = list(doubt)
     if bounds != sorted(bounds):

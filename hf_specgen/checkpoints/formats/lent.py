@@ -12,7 +12,8 @@ from hf_specgen.checkpoints.formats.shared import FLOATS
 from hf_specgen.errors import IncompatibleDrafter
 from hf_specgen.models.facts import fingerprint_of
 
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "embed_tokens.weight"
+HEAD = "lm_head.weight"
 _NAMES = {
     EMBEDDING: ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings"),
     HEAD: ("lm_head", "embed_out", "output"),
@@ -38,7 +39,8 @@ def lent_by(target: Source, config: DrafterConfig, wanted: Iterable[str]) -> dic
 
 def is_made_for(target: Source, config: DrafterConfig) -> bool:
     """Tell whether files are those of the target that a drafter was made for, True where it cannot be told."""
-    known, table = config.target.get("fingerprint"), _called(target, EMBEDDING)
+    known = config.target.get("fingerprint")
+    table = _called(target, EMBEDDING)
     head = _called(target, HEAD) or table
     if not known or not table:
         return True

@@ -39,7 +39,8 @@ class MedusaVllm(Layout):
 
         Raises: ``IncompatibleDrafter`` naming tensors that are missing, unknown or of the wrong shape.
         """
-        refused, plain = refuse_unreadable(source, {}), short_names(source, _PREFIX)
+        refused = refuse_unreadable(source, {})
+        plain = short_names(source, _PREFIX)
         heads = Heads(_names(source, plain))
         rows, hidden = heads.last(source)
         rows = rows if heads.own else 0
@@ -78,7 +79,8 @@ class MedusaVllm(Layout):
 
         Raises: ``IncompatibleDrafter`` for another method, or when a head is borrowed and the target's was not read.
         """
-        config, found = checkpoint.config, checkpoint.tensors
+        config = checkpoint.config
+        found = checkpoint.tensors
         if config.method != "medusa":
             raise IncompatibleDrafter(f"layout 'medusa-vllm' holds Medusa heads and this is {config.method!r}.")
         tensors = {_spoken(name): tensor for name, tensor in found.items() if name != "d2t"}
@@ -162,7 +164,8 @@ def _finish(source: Source, scale: float) -> Callable[[Checkpoint], Checkpoint]:
 
     def finish(found: Checkpoint) -> Checkpoint:
         floats_only(source.name, found.tensors)
-        config, tensors = found.config, dict(found.tensors)
+        config = found.config
+        tensors = dict(found.tensors)
         last = [f"{head}.{config.num_head_layers}.weight" for head in range(config.num_heads) if config.own_head]
         if "d2t" in tensors:
             ids, order = _ids(source, tensors["d2t"], config).sort()

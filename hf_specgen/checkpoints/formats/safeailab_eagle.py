@@ -38,7 +38,8 @@ class SafeAILabEagle(Layout):
 
         How to draft (tree, number of tokens) and the target's fingerprint are not part of it.
         """
-        config, tensors = checkpoint.config, dict(checkpoint.tensors)
+        config = checkpoint.config
+        tensors = dict(checkpoint.tensors)
         wrong = {
             f"method {config.method!r}": config.method != "eagle",
             "norms of queries and keys (Qwen3 layers)": config.layer_type != "llama",

@@ -56,7 +56,8 @@ def eagle_shapes(config: DrafterConfig) -> Shapes:
 
 def eagle3_shapes(config: DrafterConfig) -> Shapes:
     """Return the tensors of an EAGLE-3 drafter: its first layer reads embedding and feature side by side."""
-    width, taken = config.hidden_size, len(config.aux_layer_boundaries) or DEFAULT_TAKEN
+    width = config.hidden_size
+    taken = len(config.aux_layer_boundaries) or DEFAULT_TAKEN
     first = layer_shapes(config, 2 * width) | {"input_layernorm.weight": (width,), "hidden_norm.weight": (width,)}
     found = {f"midlayer.{name}": shape for name, shape in first.items()}
     for index in range(1, config.num_hidden_layers):
@@ -79,7 +80,8 @@ def eagle3_shapes(config: DrafterConfig) -> Shapes:
 
 def layer_shapes(config: DrafterConfig, taken: int) -> Shapes:
     """Return the tensors of one decoder layer whose attention reads ``taken`` features, without its input norms."""
-    width, inner = config.hidden_size, config.intermediate_size
+    width = config.hidden_size
+    inner = config.intermediate_size
     queries = config.num_attention_heads * config.head_dim
     keys = (config.num_key_value_heads or config.num_attention_heads) * config.head_dim
     linear = {

@@ -99,7 +99,8 @@ def layer_fields(source: Source, settings: Mapping[str, Any], names: Mapping[str
     How many layers there are, how wide their heads, which biases and norms they have is read off the tensors: configs
     are often copies of the target's.
     """
-    width, heads = required(source, settings, "hidden_size"), required(source, settings, "num_attention_heads")
+    width = required(source, settings, "hidden_size")
+    heads = required(source, settings, "num_attention_heads")
     return {
         "layer_type": "qwen3" if f"{first}self_attn.q_norm.weight" in names else "llama",
         "hidden_size": width,
@@ -166,7 +167,8 @@ def window_of(source: Source, settings: Mapping[str, Any], followed: bool = True
 
     ``followed``: False for producers whose layers attend to every token, whatever ``layer_types`` says.
     """
-    layers, size = settings.get("num_hidden_layers") or 1, settings.get("sliding_window")
+    layers = settings.get("num_hidden_layers") or 1
+    size = settings.get("sliding_window")
     kinds = list(settings.get("layer_types") or [])[:layers]
     full_until = settings.get("max_window_layers")
     if not kinds and settings.get("model_type") == "qwen3" and settings.get("use_sliding_window") and size:

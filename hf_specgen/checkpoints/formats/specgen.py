@@ -73,7 +73,8 @@ class SpecGenLayout(Layout):
 
     def write(self, checkpoint: Checkpoint, folder: Path) -> None:
         """Write config and weights. Raises: ``IncompatibleDrafter`` for tensors that are not the drafter's."""
-        config, tensors = checkpoint.config, checkpoint.tensors
+        config = checkpoint.config
+        tensors = checkpoint.tensors
         wanted = state_shapes(config)
         wrong = sorted(
             name for name in wanted.keys() | tensors.keys() if wanted.get(name) != shape_of(tensors.get(name))
@@ -132,7 +133,8 @@ def architecture_of(config: DrafterConfig) -> str:
 def read_config(source: Source) -> DrafterConfig:
     """Return the config of a checkpoint of ours. Raises: ``IncompatibleDrafter`` for a newer version."""
     own = dict(source.config[KEY])
-    version, layer_type = own.pop("version", None), own.pop("layer_type", "llama")
+    version = own.pop("version", None)
+    layer_type = own.pop("layer_type", "llama")
     if not isinstance(version, int) or version > VERSION:
         raise IncompatibleDrafter(
             f"{source.name} is written in version {version!r} of our layout and version {VERSION} is known here: "

@@ -54,7 +54,8 @@ class VllmEagle3(Layout):
 
     def plan(self, source: Source, options: ReadOptions) -> Plan:
         """Resolve config and names. Raises: ``IncompatibleDrafter`` as every layout does."""
-        config, settings = source.config, nested_settings(source)
+        config = source.config
+        settings = nested_settings(source)
         ids = _ids(config)
         before = config.get("norm_before_residual")
         trained, told = _trained_for(config)
@@ -112,7 +113,8 @@ def nested_settings(source: Source) -> dict[str, Any]:
 
 def config_file(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return ``config.json`` of the speculators layout."""
-    config, settings = checkpoint.config, layer_settings(checkpoint)
+    config = checkpoint.config
+    settings = layer_settings(checkpoint)
     taken = list(config.aux_layer_boundaries)
     if len(taken) not in (0, DEFAULT_TAKEN):  # vLLM counts the ids of other layouts and of this one reads the number
         settings["num_aux_hidden_states"] = len(taken)

@@ -21,12 +21,14 @@ def check_map(found: Checkpoint, source: str) -> Checkpoint:
     ``t2d`` is rebuilt where the layout leaves it out (EAGLE-3 only). A map of a full vocabulary must be the identity
     and is dropped. Raises: ``IncompatibleDrafter`` for absolute ids, ids out of range, order or precision.
     """
-    tensors, config = dict(found.tensors), found.config
+    tensors = dict(found.tensors)
+    config = found.config
     extra = {name: tensors.pop(PROBE + name) for name in ("d2t", "t2d") if PROBE + name in tensors}
     if not config.reduces_vocabulary:
         _refuse_unless_identity(extra, source)
         return replace(found, tensors=tensors)
-    size, places = config.vocab_size, torch.arange(config.draft_vocab_size)
+    size = config.vocab_size
+    places = torch.arange(config.draft_vocab_size)
     mask = _mask(tensors["t2d"], source) if "t2d" in tensors else None
     offsets = _integers(tensors["d2t"], "d2t", source)
     _refuse_absolute(offsets, mask, size, source)
@@ -67,7 +69,8 @@ def _refuse_absolute(offsets: Tensor, mask: Tensor | None, size: int, source: st
 
 
 def _refuse_unless_identity(extra: dict[str, Tensor], source: str) -> None:
-    offsets, mask = extra.get("d2t"), extra.get("t2d")
+    offsets = extra.get("d2t")
+    mask = extra.get("t2d")
     if (offsets is not None and bool(offsets.any())) or (mask is not None and not bool(mask.all())):
         raise IncompatibleDrafter(
             f"{source}: the drafter covers the target's whole vocabulary and its d2t or t2d is not the identity: a "
