@@ -128,14 +128,15 @@ def fill(model: LevelModel, settings: DraftSettings, call: Call, wanted: list[in
     if isinstance(shape, DynamicShape):
         deepest = min(shape.depth, deepest)
         live = model.start(wanted, (deepest - 1) * shape.top_k)
-        draft = _Filling(model, settings, call, live, wanted).dynamic(shape, deepest)
-        draft = _with_all_parents(draft, live, call.rows)
+        filling = _Filling(model, settings, call, live, wanted)
+        draft = _with_all_parents(filling.dynamic(shape, deepest), filling, call.rows)
     else:
         plan = settings.plan(deepest)
         live = model.start(wanted, len(plan.shape.internal))
-        draft = _Filling(model, settings, call, live, wanted).fixed(plan)
+        filling = _Filling(model, settings, call, live, wanted)
+        draft = filling.fixed(plan)
     model.finish()
-    return _over_batch(draft, live, call.rows)
+    return _over_batch(draft, filling, call.rows)
 
 
 class _Filling:
@@ -265,7 +266,7 @@ class _Filling:
                 return None
             return torch.cat([self.sequences.prefix(self.live[place // width]), texts[place : place + 1]], 1)
 
-        owners = self._owners.repeat_interleave(width)
+        owners = self.owners.repeat_interleave(width)
         scores = self.sequences.warp(scores, owners, prefix).unflatten(0, (len(self.live), width))
         ids = self.model.target_ids
         return scores if ids is None else scores[..., ids]
@@ -303,30 +304,31 @@ class _Filling:
 
     @cached_property
     def _coins(self) -> Coins:
-        return self.sequences.coins().take(self._owners)
+        return self.sequences.coins().take(self.owners)
 
     @cached_property
-    def _owners(self) -> Tensor:
+    def owners(self) -> Tensor:
+        """Return the row of the batch that each live row is, ``(R)``; it travels to the device once a draft."""
         return torch.tensor(self.live, device=self.device)
 
 
-def _over_batch(draft: Draft, live: list[int], rows: int) -> Draft:
+def _over_batch(draft: Draft, filling: _Filling, rows: int) -> Draft:
     """Return the draft of the whole batch: rows that took no part get no nodes."""
-    if len(live) == rows:
+    if len(filling.live) == rows:
         return draft
-    places = torch.tensor(live, device=draft.tokens.device)
+    owners = filling.owners
     q = draft.q
     if isinstance(q, DenseQ):
-        q = DenseQ(spread(q.logits, places, rows))
-    tokens = spread(draft.tokens, places, rows)
-    n_valid = spread(draft.n_valid, places, rows)
+        q = DenseQ(spread(q.logits, owners, rows))
+    tokens = spread(draft.tokens, owners, rows)
+    n_valid = spread(draft.n_valid, owners, rows)
     return replace(draft, tokens=tokens, n_valid=n_valid, q=q)
 
 
-def _with_all_parents(draft: Draft, live: list[int], rows: int) -> Draft:
+def _with_all_parents(draft: Draft, filling: _Filling, rows: int) -> Draft:
     """Return a draft whose tree has a line for every row of the batch: what takes no part hangs on the root."""
-    if len(live) == rows or not draft.width:
+    if len(filling.live) == rows or not draft.width:
         return draft
-    places = torch.tensor(live, device=draft.tokens.device)
-    parents = spread(draft.tree.parents + 1, places, rows) - 1
+    owners = filling.owners
+    parents = spread(draft.tree.parents + 1, owners, rows) - 1
     return replace(draft, tree=replace(draft.tree, parents=parents))
