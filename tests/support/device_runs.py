@@ -1,7 +1,7 @@
 """Runs of every drafter on the second device, and what a round of each costs the device.
 
 ``python tests/support/device_runs.py`` runs all of them, rewrites ``device_counts.json`` beside the tests and the table
-in ``docs/benchmarks.md``; ``--lower`` keeps whatever rose, so that only progress is recorded.
+in ``docs/benchmarks.md``; names of drafters run these alone, ``--lower`` keeps numbers that would rise.
 """
 
 from __future__ import annotations
@@ -240,22 +240,32 @@ def write_page(rounds: dict[str, dict[str, int]]) -> None:
     PAGE.write_text(before.rstrip("\n") + "\n\n" + text + (f"\n## {rest}" if rest else ""))
 
 
-def main() -> None:
-    """Record the costs of all cases."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--lower", action="store_true", help="keep recorded numbers that would rise")
-    lower = parser.parse_args().lower
-    torch.set_num_threads(1)
-    before = recorded() if COUNTS.exists() else {}
-    rounds: dict[str, dict[str, int]] = {}
-    for case in CASES:
-        found = asdict(write(case, on_device=True).costs())
-        old = before.get(str(case), found)
-        rounds[str(case)] = {name: min(count, old[name]) if lower else count for name, count in found.items()}
-        print(case, rounds[str(case)], flush=True)
+def write_counts(rounds: dict[str, dict[str, int]]) -> None:
+    """Write the recorded costs, a line a case in the order of the cases."""
+    names = [str(case) for case in CASES if str(case) in rounds]
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(rounds[name])}" for name in names)
     version = torch.__version__.partition("+")[0]
-    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(costs)}" for name, costs in rounds.items())
     COUNTS.write_text(f'{{"torch": "{version}",\n "rounds": {{\n{lines}\n}}}}\n')
+
+
+def main() -> None:
+    """Record what a round of every case costs."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("drafters", nargs="*", metavar="DRAFTER", help=f"record only these of {', '.join(DRAFTERS)}")
+    parser.add_argument("--lower", action="store_true", help="keep recorded numbers that would rise")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rounds = recorded() if COUNTS.exists() else {}
+    for case in CASES:
+        if options.drafters and case.drafter not in options.drafters:
+            continue
+        costs = asdict(write(case, on_device=True).costs())
+        if options.lower and str(case) in rounds:
+            known = rounds[str(case)]
+            costs = {name: min(count, known[name]) for name, count in costs.items()}
+        rounds[str(case)] = costs
+        write_counts(rounds)  # case by case: all of them take minutes
+        print(case, costs, flush=True)
     write_page(rounds)
 
 
