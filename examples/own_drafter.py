@@ -10,32 +10,35 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_specgen
-from hf_specgen import Draft, Drafter
+from hf_specgen import Call, Draft, Drafter, Session
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 TINY = LlamaConfig(vocab_size=64, initializer_range=0.05, eos_token_id=None, pad_token_id=0, **SIZES)
 
 
 class Bigrams(Drafter):
-    """Propose the token that last followed the newest one, and so on, ``length`` times."""
+    """Propose the token that last followed the newest one, and so on, four times."""
 
-    def __init__(self, length: int = 4) -> None:
-        self.length = length
+    def begin(self, call: Call) -> Session:
+        return BigramSession(call)
 
-    def begin(self, sequences) -> None:
-        self.follower = {}
-        for tokens in sequences.tokens:
-            self.follower.update(pairwise(tokens))
 
-    def propose(self, sequences) -> Draft:
+class BigramSession(Session):
+    """Keep what belongs to one call: the table."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.follower = {first: then for tokens in call.sequences.tokens for first, then in pairwise(tokens)}
+
+    def propose(self, room: list[int]) -> Draft:
         drafts = []
-        for tokens, room in zip(sequences.tokens, sequences.room, strict=True):
-            self.follower.update(pairwise(tokens[-self.length - 2 :]))  # what the last round added
+        for tokens, space in zip(self.call.sequences.tokens, room, strict=True):
+            self.follower.update(pairwise(tokens[-6:]))  # what the last round added
             draft = [tokens[-1]]
-            while len(draft) <= min(self.length, room) and draft[-1] in self.follower:
+            while len(draft) <= min(4, space) and draft[-1] in self.follower:
                 draft.append(self.follower[draft[-1]])
             drafts.append(draft[1:])
-        return Draft.from_lists(drafts, sequences.prompt.device)
+        return Draft.from_lists(drafts, self.call.device)
 
 
 def main() -> None:

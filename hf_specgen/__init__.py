@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hf_specgen.drafters.prompt_lookup import PromptLookup
     from hf_specgen.drafters.small_model import SmallModel
     from hf_specgen.drafters.with_lookup import WithLookup
-    from hf_specgen.drafting.drafter import Drafter
+    from hf_specgen.drafting.drafter import Call, Drafter, Reads, Session
     from hf_specgen.drafting.learned import LearnedDrafter
     from hf_specgen.entry import SpeculativeMixin, disable, enable
     from hf_specgen.errors import IncompatibleDrafter, SpecGenError, UnsupportedTarget
@@ -34,6 +34,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AcceptanceStats",
+    "Call",
     "CardOptions",
     "Costs",
     "DenseQ",
@@ -46,8 +47,10 @@ __all__ = [
     "LearnedDrafter",
     "MedusaDrafter",
     "PromptLookup",
+    "Reads",
     "Round",
     "RowStats",
+    "Session",
     "SmallModel",
     "SparseQ",
     "SpecGenError",
@@ -83,7 +86,7 @@ _HOME = {
     "drafters.prompt_lookup": ("PromptLookup",),
     "drafters.small_model": ("SmallModel",),
     "drafters.with_lookup": ("WithLookup",),
-    "drafting.drafter": ("Drafter",),
+    "drafting.drafter": ("Call", "Drafter", "Reads", "Session"),
     "drafting.learned": ("LearnedDrafter",),
     "entry": ("SpeculativeMixin", "disable", "enable"),
     "errors": ("IncompatibleDrafter", "SpecGenError", "UnsupportedTarget"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from time import perf_counter
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -20,7 +19,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen.calls.outputs import OutputLog
 from hf_specgen.calls.requests import Options, check_request, pad_token, prepare
-from hf_specgen.drafting.drafter import Drafter
+from hf_specgen.drafting.drafter import Call, Drafter, Session, TargetView
+from hf_specgen.models.fixed_shapes import FixedShapes
 from hf_specgen.models.selfcheck import check_target
 from hf_specgen.models.target import Target
 from hf_specgen.models.wrappers import bare
@@ -39,12 +39,20 @@ _LAST: WeakKeyDictionary[PreTrainedModel, AcceptanceStats] = WeakKeyDictionary()
 class NoDrafter(Drafter):
     """Propose nothing: every round is one plain step on the loop's own coins."""
 
-    def begin(self, sequences: Sequences) -> None:
-        """Need nothing."""
+    def begin(self, call: Call) -> Session:
+        """Return a session that proposes nothing."""
+        return Silence(call)
 
-    def propose(self, sequences: Sequences) -> Draft:
+
+class Silence(Session):
+    """Propose nothing."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+
+    def propose(self, room: list[int]) -> Draft:
         """Return the empty draft."""
-        return Draft.empty(len(sequences), sequences.prompt.device)
+        return Draft.empty(self._call.rows, self._call.device)
 
 
 class SpeculativeDecoding:
@@ -53,6 +61,7 @@ class SpeculativeDecoding:
     Args: ``drafter`` proposes (None: nothing is drafted); ``rule`` is ``rejection``, ``block`` or ``gumbel``, or
     lossy: ``typical``, ``Typical(threshold, alpha)``;
     ``streamer`` and ``tokenizer`` must be given here when the model is not enabled, since ``generate()`` drops them.
+    ``shapes`` (experimental; None: passes are as wide as their drafts) gives the target's passes few shapes.
 
     Source: Leviathan et al. 2023, Chen et al. 2023 (rejection); Miao et al. 2024 (trees); Sun et al. 2024 (block).
     """
@@ -63,8 +72,10 @@ class SpeculativeDecoding:
         rule: str | Typical = "rejection",
         streamer: BaseStreamer | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        shapes: FixedShapes | None = None,
     ) -> None:
         self.rule = read_rule(rule, RULES)
+        self.shapes = shapes
         self.drafter = drafter if drafter is not None else NoDrafter()
         self.streamer = streamer
         self.tokenizer = tokenizer
@@ -111,65 +122,70 @@ class SpeculativeDecoding:
         log = OutputLog(generation_config, len(sequences))
         sequences.score_log = log.scores
         check_lossy(sequences.rule, self.drafter.draws and not sequences.greedy, warp.takes_any_text)
-        drafter = self.drafter.for_call(model)
-        target = Target(
-            model, sequences, drafter.hidden_layers, log.hidden is not None, generation_config.prefill_chunk_size
-        )
-        stats = self._run(drafter, target, sequences, log)
+        target = self._target(model, sequences, log, generation_config.prefill_chunk_size)
+        stats = self._statistics(sequences)
+        with stats.timed("draft"):
+            session = self.drafter.begin(Call(sequences, TargetView(target.cached.model, target.cached.cache)))
+        if self.streamer is not None:  # after the last refusal: nothing is streamed of a call that is refused
+            self.streamer.put(sequences.prompt.cpu())
+        if not sequences.done:
+            self._run(session, target, sequences, stats, log)
+        stats.forward_seconds = target.forward_seconds
+        for row, count in zip(stats.rows, sequences.new, strict=True):
+            row.num_tokens = count
         if self.streamer is not None:
             self.streamer.end()
         _LAST[model] = stats
         return log.result(sequences, pad, stats)
 
-    def _run(self, drafter: Drafter, target: Target, sequences: Sequences, log: OutputLog) -> AcceptanceStats:
-        """Run the rounds: propose, score, verify, commit, until every row is finished."""
-        stats = AcceptanceStats(
+    def _run(
+        self, session: Session, target: Target, sequences: Sequences, stats: AcceptanceStats, log: OutputLog
+    ) -> None:
+        """Run the rounds, the prompt's first, until every row is finished; docs/architecture.md prints this loop."""
+        with stats.timed("prefill"):
+            scores = target.prefill()
+            verdict = verify(scores, scores.draft, scores.coins(), sequences.rule)
+            round = target.commit(scores.draft, scores, verdict)
+            log.add(round, scores, sequences.active)
+            sequences.append(round)
+        with stats.timed("draft"):
+            session.observe(round)
+        while not sequences.done:
+            with stats.timed("draft"):
+                draft = session.propose(sequences.room)
+            with stats.timed("verify"):
+                scores = target.score(draft)
+                verdict = verify(scores, scores.draft, scores.coins(), sequences.rule)
+            with stats.timed("other"):
+                round = target.commit(draft, scores, verdict)
+                log.add(round, scores, sequences.active)
+                stats.add(round, sequences.append(round))
+            with stats.timed("draft"):
+                session.observe(round)
+
+    def _target(
+        self, model: PreTrainedModel, sequences: Sequences, log: OutputLog, prefill_chunk: int | None
+    ) -> Target:
+        """Return the model over an empty cache, its passes read as the drafter and the caller asked."""
+        reads = self.drafter.reads(model)
+        return Target(
+            model,
+            sequences,
+            reads.hidden,
+            reads.guesses,
+            log.hidden is not None,
+            prefill_chunk,
+            self.shapes,
+        )
+
+    def _statistics(self, sequences: Sequences) -> AcceptanceStats:
+        """Return empty statistics of a call."""
+        return AcceptanceStats(
             self.drafter.title,
             str(sequences.rule),
             not isinstance(sequences.rule, Typical),
             [RowStats() for _ in sequences.tokens],
         )
-        clock = _Clock()
-        drafter.begin(sequences)
-        stats.draft_seconds += clock.lap()
-        if self.streamer is not None:  # after the last refusal: nothing is streamed of a call that is refused
-            self.streamer.put(sequences.prompt.cpu())
-        if sequences.done:
-            return stats
-        round, scores = target.prefill()
-        log.add(round, scores, sequences.active)
-        sequences.append(round)
-        stats.prefill_seconds = clock.lap()
-        before = target.cached.seconds
-        drafter.observe(round)
-        while not sequences.done:
-            draft = drafter.propose(sequences)
-            stats.draft_seconds += clock.lap()
-            scores = target.score(draft)
-            verdict = verify(scores, scores.draft, scores.coins(), sequences.rule)
-            stats.verify_seconds += clock.lap()
-            round = target.commit(draft, scores, verdict)
-            log.add(round, scores, sequences.active)
-            stats.add(round, sequences.append(round))
-            stats.other_seconds += clock.lap()
-            drafter.observe(round)
-        stats.forward_seconds = target.cached.seconds - before
-        for row, count in zip(stats.rows, sequences.new, strict=True):
-            row.num_tokens = count
-        return stats
-
-
-class _Clock:
-    """Measure laps of wall time."""
-
-    def __init__(self) -> None:
-        self._last = perf_counter()
-
-    def lap(self) -> float:
-        """Return the seconds since the last lap."""
-        now = perf_counter()
-        elapsed, self._last = now - self._last, now
-        return elapsed
 
 
 def last_stats(model: nn.Module) -> AcceptanceStats | None:

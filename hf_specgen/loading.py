@@ -171,6 +171,6 @@ def first_agreement(drafter: FeatureDrafter, target: PreTrainedModel, ids: Tenso
     back = places[:, None] - places[None]
     sees = {kind: (back >= 0) & (back < (window or len(places))) for kind, window in drafter.config.windows.items()}
     masks = {kind: mask[None, None] for kind, mask in sees.items()}
-    states = drafter.step(ids[:, 1:], features, places[None], masks, None)
+    states = drafter.step(drafter.embed(ids[:, 1:]), features, places[None], masks, None)
     guesses = drafter.to_target(drafter.logits(states).argmax(-1))
     return float((guesses == best[:, 1:]).float().mean())

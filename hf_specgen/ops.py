@@ -44,9 +44,9 @@ __all__ = [
     "gumbel_noise",
     "gumbel_pick",
     "has_doubles",
-    "match_ngrams",
     "match_tree",
     "move_slots",
+    "pass_mask",
     "record",
     "reject_tree",
     "residual_draw",
@@ -200,9 +200,9 @@ draw = _door(reference.draw)
 gumbel_draw = _door(reference.gumbel_draw)
 gumbel_noise = _door(reference.gumbel_noise)
 gumbel_pick = _door(reference_rows.gumbel_pick, "triton_gumbel")
-match_ngrams = _door(reference_slots.match_ngrams, "triton_slots")
 match_tree = _door(reference_walks.match_tree, "triton_walks")
 move_slots = _door(reference_slots.move_slots, "triton_slots")
+pass_mask = _door(reference_slots.pass_mask)
 reject_tree = _door(reference_walks.reject_tree, "triton_walks")
 residual_draw = _door(reference.residual_draw)
 row_draw = _door(reference_rows.row_draw, "triton_draw")

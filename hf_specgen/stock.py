@@ -13,7 +13,7 @@ from transformers.generation import CandidateGenerator
 
 from hf_specgen import ops
 from hf_specgen.calls.requests import read_request, real_tokens, seed_rows
-from hf_specgen.drafting.drafter import Drafter
+from hf_specgen.drafting.drafter import Call, Drafter, TargetView
 from hf_specgen.entry import EnabledGenerate, disable, enable
 from hf_specgen.errors import SpecGenError
 from hf_specgen.models.facts import logits_width, step_size
@@ -53,9 +53,9 @@ class StockCandidates(CandidateGenerator):
                 f"{len(input_ids)} rows were given to transformers' assisted decoding: one row is required. Use "
                 "custom_generate=SpeculativeDecoding(drafter) for batches."
             )
-        self.drafter = drafter
+        self.taps = Taps(model)
+        self.shown: dict[int, Tensor] = {}
         self.stats = AcceptanceStats(drafter.title, "stock", rows=[RowStats()])
-        self.taps, self.shown = Taps(model), dict[int, Tensor]()
         vocab_size = logits_width(model)
         warp = Warp(processors, 1, may_keep_state=False)  # stock asks the same objects about every draft
         warp.check(input_ids, vocab_size)
@@ -76,7 +76,7 @@ class StockCandidates(CandidateGenerator):
             costs=Costs.default(device, model.dtype, is_prepacked(model)),
             target_size=step_size(model),
         )
-        drafter.begin(self._sequences)
+        self.session = drafter.begin(Call(self._sequences, TargetView(model)))
         ends = config.eos_token_id
         self._ends = frozenset([ends] if isinstance(ends, int) else ends or ())
         self._draft: Draft | None = None
@@ -89,7 +89,8 @@ class StockCandidates(CandidateGenerator):
         """
         if not self._sequences.new[0]:
             return input_ids, None
-        self._draft = draft = self.drafter.propose(self._sequences)
+        draft = self.session.propose(self._sequences.room).offered  # stock computes nothing that it does not judge
+        self._draft = draft
         self._path = path = self._first_path(draft)
         tokens = draft.tokens[:, path].to(input_ids.device)
         logits = _logits(draft, path, self._sequences.vocab_size) if path else None
@@ -113,7 +114,7 @@ class StockCandidates(CandidateGenerator):
         if not is_prompt:
             self.stats.add(round, written)
         self.stats.rows[0].num_tokens = sequences.new[0]
-        self.drafter.observe(round)
+        self.session.observe(round)
 
     def _first_path(self, draft: Draft) -> list[int]:
         """Follow first children from the root to an end of text; stop before an id that does not exist."""
@@ -143,8 +144,8 @@ def stock_candidates(model: nn.Module, drafter: Drafter) -> Iterator[list[StockC
     Raises: ``IncompatibleDrafter`` and ``UnsupportedTarget`` where the drafter does not fit the model.
     """
     target, outer = bare(model), writer(model)
-    drafter.attach(target)
-    taps, calls = Taps(target, drafter.hidden_layers), list[StockCandidates]()
+    taps = Taps(target, drafter.reads(target).hidden)
+    calls: list[StockCandidates] = []
     with ExitStack() as stack:
         shown = stack.enter_context(taps.on())
 
@@ -156,10 +157,9 @@ def stock_candidates(model: nn.Module, drafter: Drafter) -> Iterator[list[StockC
             **_: object,
         ) -> StockCandidates:
             mask = model_kwargs.get("attention_mask")
-            made = StockCandidates(
-                target, drafter.for_call(target), generation_config, logits_processor, input_ids, mask
-            )
-            made.taps, made.shown = taps, shown
+            made = StockCandidates(target, drafter, generation_config, logits_processor, input_ids, mask)
+            made.taps = taps
+            made.shown = shown
             calls.append(made)
             return made
 

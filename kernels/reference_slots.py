@@ -1,11 +1,11 @@
-"""The definition of the cache kernels: moving slots, building tree masks, looking up n-grams. Plain torch."""
+"""The definition of the cache kernels: moving slots, building masks. Plain torch."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-__all__ = ["match_ngrams", "move_slots", "tree_mask"]
+__all__ = ["move_slots", "pass_mask", "tree_mask"]
 
 
 def move_slots(buffers: list[Tensor], source: Tensor, destination: Tensor) -> None:
@@ -53,51 +53,46 @@ def tree_mask(
     """
     if ancestors is None:
         ancestors = _ancestors(parents)
-    scored = parents.shape[1] + 1
-    rows = max(len(lengths), ancestors.shape[0])
-    last = lengths[:, None] + (scored - 1)
-    columns = torch.arange(view, device=lengths.device)
-    index = last - (last - columns) % capacity
-    node = index - lengths[:, None]
-    inside = node.clamp(min=0)[:, None].expand(rows, scored, -1)
-    seen = ancestors.expand(rows, -1, -1).gather(2, inside) & (node >= 0)[:, None]
-    seen |= ((node < 0) & (index >= 0))[:, None]
+    if not window:
+        return _written(lengths, ancestors, capacity, view)[0]
+    return pass_mask(lengths, ancestors, ancestors.sum(-1) - 1, capacity, view, window, chunked)
+
+
+def pass_mask(
+    lengths: Tensor, inside: Tensor, depth: Tensor, capacity: int, view: int, window: int, chunked: bool
+) -> Tensor:
+    """Tell which slots the positions of any pass may see: their row's committed text, and what ``inside`` says.
+
+    Slots, windows and chunks are those of ``tree_mask``; position ``s`` of the pass is at index ``lengths[b] + s`` and
+    stands ``depth[b, s]`` behind the text.
+
+    Shapes: ``lengths (B)``, ``inside (B or 1, S, S)`` bool, True at ``[b, s, t]`` where ``s`` sees ``t``; ``depth
+    (B or 1, S)`` int64. Returns: bool ``(B, S, view)``.
+    """
+    seen, index = _written(lengths, inside, capacity, view)
     if not window:
         return seen
-    query = lengths[:, None] + ancestors.sum(-1) - 1
-    key = torch.where(node < 0, index, query.expand(rows, -1).gather(1, node.clamp(min=0).expand(rows, -1)))
+    rows = len(seen)
+    query = (lengths[:, None] + depth).expand(rows, -1)
+    own = (index - lengths[:, None]).expand(rows, -1)
+    key = torch.where(own < 0, index, query.gather(1, own.clamp(min=0)))
     if chunked:
         return seen & (query[:, :, None] // window == key[:, None] // window)
     return seen & (query[:, :, None] - key[:, None] < window)
 
 
-def match_ngrams(ids: Tensor, lengths: Tensor, max_ngram: int, min_ngram: int, count: int) -> tuple[Tensor, Tensor]:
-    """Copy what followed the latest earlier occurrence of the longest suffix of each row.
-
-    Suffixes of ``max_ngram`` down to ``min_ngram`` tokens are looked for; past the end of the text the copy goes on
-    with what it has copied.
-
-    Shapes: ``ids (B, L)`` int64, row b's text is its first ``lengths[b]``. Returns: ``tokens (B, count)`` int64 and
-    ``n (B)`` int64: ``count``, or 0 (and zeros) where nothing was found.
-    Source: Saxena 2023, "Prompt lookup decoding".
-    """
-    rows, width = ids.shape
-    if not width:
-        return ids.new_zeros(rows, count), torch.zeros_like(lengths)
-    place = torch.arange(width, device=ids.device)
-    matched = torch.zeros(rows, width, dtype=torch.long, device=ids.device)
-    alive = (place > 0) & (place < lengths[:, None])  # an occurrence counts when something follows it, at ``place``
-    for back in range(1, max_ngram + 1):
-        wanted = ids.gather(1, (lengths[:, None] - back).clamp(min=0))
-        alive = alive & (place >= back) & (ids.roll(back, 1) == wanted)
-        matched += alive
-    score = (matched * (matched >= min_ngram) * width + place).amax(1, keepdim=True)  # the longest, then the latest
-    found = score >= width
-    start = score % width
-    period = (lengths[:, None] - start).clamp(min=1)
-    copied = start + torch.arange(count, device=ids.device) % period
-    tokens = ids.gather(1, copied.clamp(max=width - 1)).masked_fill(~found, 0)
-    return tokens, found.squeeze(1) * torch.full_like(lengths, count)
+def _written(lengths: Tensor, inside: Tensor, capacity: int, view: int) -> tuple[Tensor, Tensor]:
+    """Return what would be seen without a window ``(B, S, view)``, and the newest index at each slot ``(B, view)``."""
+    width = inside.shape[-1]
+    rows = max(len(lengths), len(inside))
+    last = lengths[:, None] + (width - 1)
+    columns = torch.arange(view, device=lengths.device)
+    index = last - (last - columns) % capacity
+    own = index - lengths[:, None]
+    column = own.clamp(min=0)[:, None].expand(rows, width, -1)
+    seen = inside.expand(rows, -1, -1).gather(2, column) & (own >= 0)[:, None]
+    seen |= ((own < 0) & (index >= 0))[:, None]
+    return seen, index
 
 
 def _ancestors(parents: Tensor) -> Tensor:

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from .triton_common import Variant, on_device
 
-__all__ = ["match_ngrams", "move_slots", "tree_mask", "variants"]
+__all__ = ["move_slots", "tree_mask", "variants"]
 
 _BITS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}  # what moves is bits: one variant a width for all dtypes
 _TILES = {16: 128, 128: 32}  # channels of a tile by slots of a tile
-_SCAN = _COLUMNS = 1024
-_PARTS = 128
+_COLUMNS = 1024
 # They change from round to round: no variant of its own for each.
 _MOVING = ("rows", "slots", "count", "parents_stride", "nodes", "capacity", "window", "width", "pieces")
 
@@ -105,47 +104,6 @@ def _mask(  # noqa: PLR0913 - a kernel's arguments are its geometry
         else:
             seen &= position - key < window
     tl.store(mask + place.to(tl.int64) * view + column, seen.to(tl.int8), mask=column < view)
-
-
-@triton.jit(do_not_specialize=_MOVING)
-def _search(ids, lengths, scores, width, max_ngram, min_ngram, SCAN: tl.constexpr):
-    """Score the places of one stretch of text: 32 bits for how much is matched before one, 32 for the place."""
-    pieces = tl.cdiv(width, SCAN)
-    program = tl.program_id(0)
-    row = program // pieces
-    piece = program % pieces
-    text = ids + row.to(tl.int64) * width
-    length = tl.load(lengths + row)
-    place = piece.to(tl.int64) * SCAN + tl.arange(0, SCAN)
-    alive = (place > 0) & (place < length)
-    matched = tl.zeros_like(place)
-    for back in range(1, max_ngram + 1):
-        alive &= place >= back
-        wanted = tl.load(text + length - back, mask=length >= back, other=0)
-        alive &= tl.load(text + place - back, mask=alive, other=0) == wanted
-        matched += alive.to(tl.int64)
-    score = tl.where(matched >= min_ngram, (matched << 32) + place, 0)
-    tl.store(scores + program, tl.max(score, 0))
-
-
-@triton.jit(do_not_specialize=_MOVING)
-def _copy(  # noqa: PLR0913 - a kernel's arguments are its geometry
-    ids, lengths, scores, tokens, found, width, pieces, count, PARTS: tl.constexpr, COUNT: tl.constexpr
-):
-    """Read on from the best place of one row."""
-    row = tl.program_id(0).to(tl.int64)
-    part = tl.arange(0, PARTS)
-    best = tl.load(lengths + row) * 0
-    for first in range(0, pieces, PARTS):
-        some = tl.load(scores + row * pieces + first + part, mask=first + part < pieces, other=0)
-        best = tl.maximum(best, tl.max(some, 0))
-    start = best & 0xFFFFFFFF
-    period = tl.maximum(tl.load(lengths + row) - start, 1)
-    i = tl.arange(0, COUNT)
-    wanted = tl.where(i < count, best, 0) > 0
-    read = tl.load(ids + row * width + start + i % period, mask=wanted, other=0)
-    tl.store(tokens + row * count + i, read, mask=i < count)
-    tl.store(found + row, tl.where(best > 0, count, 0).to(tl.int64))
 
 
 @torch.library.custom_op("hf_specgen::move_slots", mutates_args=("buffers",))
@@ -238,44 +196,12 @@ def _(
     return lengths.new_empty(rows, parents.shape[1] + 1, view, dtype=torch.bool)
 
 
-@torch.library.custom_op("hf_specgen::match_ngrams", mutates_args=())
-def match_ngrams(ids: Tensor, lengths: Tensor, max_ngram: int, min_ngram: int, count: int) -> tuple[Tensor, Tensor]:
-    """Copy what followed the latest earlier occurrence of the longest suffix: see ``reference_slots``."""
-    rows, width = ids.shape
-    ids = ids.contiguous()
-    lengths = lengths.contiguous()
-    pieces = triton.cdiv(width, _SCAN)
-    tokens = ids.new_empty(rows, count)
-    found = torch.empty_like(lengths)
-    scores = lengths.new_empty(rows, pieces)
-    if not rows:
-        return tokens, found
-    with on_device(ids):
-        if width:
-            sizes = (width, max_ngram, min_ngram)
-            _search[(rows * pieces,)](ids, lengths, scores, *sizes, SCAN=_SCAN, enable_fp_fusion=False)
-        places = (ids, lengths, scores, tokens, found)
-        sizes = (width, pieces, count)
-        columns = max(16, triton.next_power_of_2(count))
-        _copy[(rows,)](*places, *sizes, PARTS=_PARTS, COUNT=columns, enable_fp_fusion=False)
-    return tokens, found
-
-
-@match_ngrams.register_fake
-def _(ids: Tensor, lengths: Tensor, max_ngram: int, min_ngram: int, count: int) -> tuple[Tensor, Tensor]:
-    return ids.new_empty(ids.shape[0], count), torch.empty_like(lengths)
-
-
 def variants() -> list[Variant]:
     """List what to compile where there is no GPU: name, kernel, signature, constants, warps."""
     move = dict.fromkeys(("table", "source", "destination"), "*i64")
     move |= dict.fromkeys(("rows", "heads", "slots", "width", "count"), "i32")
     mask = {"lengths": "*i64", "parents": "*i64", "mask": "*i8"}
     mask |= dict.fromkeys(("parents_stride", "nodes", "capacity", "view", "window"), "i32")
-    search = dict.fromkeys(("ids", "lengths", "scores"), "*i64")
-    search |= dict.fromkeys(("width", "max_ngram", "min_ngram"), "i32")
-    copy = dict.fromkeys(("ids", "lengths", "scores", "tokens", "found"), "*i64")
-    copy |= dict.fromkeys(("width", "pieces", "count"), "i32")
     tile = {"ALIGNED": True, "SLOTS": 16, "CHANNELS": _TILES[16]}
     long = {"ALIGNED": True, "SLOTS": 128, "CHANNELS": _TILES[128]}
     chunks = {"CHUNKED": True, "COLUMNS": _COLUMNS}
@@ -285,6 +211,4 @@ def variants() -> list[Variant]:
         ("move_slots bf16, over 16 slots", _move, move, {"BITS": tl.int16, **long}, 4),
         ("tree_mask", _mask, mask, {**chunks, "CHUNKED": False}, 4),
         ("tree_mask chunked", _mask, mask, chunks, 4),
-        ("match_ngrams search", _search, search, {"SCAN": _SCAN}, 4),
-        ("match_ngrams copy", _copy, copy, {"PARTS": _PARTS, "COUNT": 16}, 4),
     ]

@@ -31,7 +31,7 @@ RANK = {name: rank for rank, name in enumerate(re.findall(r"\w+", ORDER))}
 FILE_LINES = 600
 FUNCTION_LINES = 60
 EXAMPLE_LINES = 60
-CORE_LINES = 1_150  # about 1,100
+CORE_LINES = 1_200  # one sitting
 CORE = ("generate", "round/records", "models/target", "models/slot_cache", "round/verify")
 
 MOVING_PARTS = {"cache_utils", "masking_utils", "modeling_utils"}
@@ -42,8 +42,10 @@ MOVING_PARTS_ALLOWED = {
     "hf_specgen/calls/requests.py",
     "hf_specgen/drafting/drafter.py",
     "hf_specgen/drafting/layers.py",
+    "hf_specgen/models/cache_layers.py",
     "hf_specgen/models/cached_model.py",
     "hf_specgen/models/layer_kinds.py",
+    "hf_specgen/models/prompt.py",
     "hf_specgen/models/slot_cache.py",
 }
 

@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from tiny import (
     KINDS,
     LEARNED,
+    Handmade,
     RandomTree,
     Watch,
     assert_ran,
     build,
     disturbed,
     drafter_of,
+    few,
     ours,
     plain,
     prompts,
     some,
     texts_of,
     tiny,
-    with_learned,
 )
 
-from hf_specgen import Draft, Drafter, PromptLookup, Round, SmallModel, SpeculativeDecoding
+from hf_specgen import Draft, PromptLookup, Round, SmallModel, SpeculativeDecoding
 from hf_specgen.models.slot_cache import SlotCache
 from hf_specgen.round.sequences import Sequences
 
@@ -38,18 +40,17 @@ def target():
     return tiny()
 
 
-class ByRow(Drafter):
+class ByRow(Handmade):
     """Let one model draft for row 0 and another for the rest."""
 
     def __init__(self, first: SmallModel, rest: SmallModel) -> None:
         self.first, self.rest = first, rest
 
-    def begin(self, sequences: Sequences) -> None:
-        self.first.begin(sequences)
-        self.rest.begin(sequences)
+    def on_begin(self, sequences: Sequences) -> None:
+        self.sessions = [drafter.begin(self.call) for drafter in (self.first, self.rest)]
 
-    def propose(self, sequences: Sequences) -> Draft:
-        one, others = self.first.propose(sequences), self.rest.propose(sequences)
+    def on_propose(self, sequences: Sequences) -> Draft:
+        one, others = (session.propose(self.room) for session in self.sessions)
         if one.width != others.width:  # both are constant: only the last rounds of row 0 differ
             wider = one if one.width > others.width else others
             narrow = others if wider is one else one
@@ -59,9 +60,9 @@ class ByRow(Drafter):
         tokens = torch.cat([one.tokens[:1], others.tokens[1:]])
         return Draft(tokens, one.tree, torch.cat([one.n_valid[:1], others.n_valid[1:]]))
 
-    def observe(self, round: Round) -> None:
-        self.first.observe(round)
-        self.rest.observe(round)
+    def on_observe(self, round: Round) -> None:
+        for session in self.sessions:
+            session.observe(round)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,7 @@ def ends(target) -> dict[str, object]:
     return {"eos_token_id": [int(free[0, 5]), int(free[2, 20])], "pad_token_id": 0}
 
 
-@pytest.mark.parametrize("kind", with_learned(["by row", *OWN]))
+@pytest.mark.parametrize("kind", few(("by row", *KINDS), "by row", "small", "lookup", "tree", "eagle dynamic"))
 def test_c10_ragged_batch(kind: str, target, ends: dict) -> None:
     ids, mask = prompts(SHORT)
     expected = plain(target, ids, mask, **ends)
@@ -105,7 +106,7 @@ def test_c10_ragged_batch(kind: str, target, ends: dict) -> None:
         assert len(rounds) - 1 == result.speculation.num_forwards == max(single)
 
 
-@pytest.mark.parametrize("kind", with_learned(OWN))
+@pytest.mark.parametrize("kind", few(KINDS, "sampled", "lookup", "tree", "eagle dynamic"))
 def test_c10_permuted_rows_give_permuted_text(kind: str, target, ends: dict) -> None:
     ids, mask = prompts(SHORT)
     texts = texts_of(plain(target, ids, mask), mask)
@@ -116,7 +117,7 @@ def test_c10_permuted_rows_give_permuted_text(kind: str, target, ends: dict) -> 
     assert watch.longest >= 2
 
 
-@pytest.mark.parametrize("kind", with_learned(OWN))
+@pytest.mark.parametrize("kind", few(KINDS, "small", "branches", "tree", "eagle dynamic"))
 def test_c10_a_finished_row_never_changes(kind: str, target, ends: dict) -> None:
     """Neither its text nor its cached length, while the others go on."""
     ids, mask = prompts(SHORT)
@@ -138,7 +139,7 @@ def test_c10_a_finished_row_never_changes(kind: str, target, ends: dict) -> None
     assert len(frozen) >= 2
 
 
-@pytest.mark.parametrize("kind", with_learned(OWN))
+@pytest.mark.parametrize("kind", few(KINDS, "sampled", "branches", "eagle dynamic"))
 def test_c12_several_texts_of_one_prompt(kind: str, target) -> None:
     ids, _ = prompts([12])
     settings = {"do_sample": True, "max_new_tokens": 8, "top_k": 0, "num_return_sequences": 3}
@@ -177,7 +178,13 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[SlotCache]:
     return made
 
 
-@pytest.mark.parametrize(("kind", "impl"), some(KINDS, ("sdpa", "eager"), fast=[("small", "sdpa")]))
+@pytest.mark.parametrize(
+    ("kind", "impl"),
+    few(
+        product(KINDS, ("sdpa", "eager")),
+        *(("small", "sdpa"), ("eagle dynamic", "sdpa"), ("tree", "sdpa"), ("branches", "sdpa"), ("lookup", "eager")),
+    ),
+)
 def test_c13_sliding_window(kind: str, impl: str, caches: list) -> None:
     model = build("mistral", impl)
     for lengths in ([3, 36, 12, 7],) if kind == "sampled" or kind in LEARNED else ([3], [12], [36], [3, 36, 12, 7]):
@@ -202,8 +209,8 @@ class Proofread(Watch):
     wrong = drafted_tokens = 0
 
     @torch.no_grad()
-    def propose(self, sequences: Sequences) -> Draft:
-        draft = super().propose(sequences)
+    def on_propose(self, sequences: Sequences) -> Draft:
+        draft = super().on_propose(sequences)
         for row, (tokens, count) in enumerate(zip(draft.tokens.tolist(), draft.n_valid.tolist(), strict=True)):
             text = [*sequences.tokens[row], *tokens[:count]]
             best = self.inner.model(torch.tensor([text]), use_cache=False).logits[0].argmax(-1).tolist()
@@ -213,9 +220,7 @@ class Proofread(Watch):
         return draft
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", "gemma3_text", *(pytest.param(f, marks=pytest.mark.slow) for f in ("mistral", "gpt_oss"))]
-)
+@pytest.mark.parametrize("family", few(("llama", "gemma3_text", "mistral", "gpt_oss"), "gemma3_text"))
 def test_c13_drafts_come_from_the_true_past(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rejected drafts must not have overwritten what a window still sees."""
     model = build(family, "eager" if family == "gpt_oss" else "sdpa")
@@ -246,8 +251,7 @@ def padded(model, extra: int = 8):
     return larger
 
 
-@pytest.mark.parametrize("larger", ["target", "drafter"])
-@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize(("larger", "sample"), some(("target", "drafter"), (False, True)))
 def test_c15_padded_vocabulary(larger: str, sample: bool, target) -> None:
     target = copy.deepcopy(target).double()  # see test_sampling.py
     model = padded(target) if larger == "target" else target

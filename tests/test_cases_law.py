@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 from law import enumerate_law, p_value
-from tiny import RandomTree, Watch, disturbed, some, tiny
+from tiny import Handmade, RandomTree, Watch, disturbed, few, some, tiny
 
-import hf_specgen.drafters.small_model
 import hf_specgen.round.verify
 from hf_specgen import DenseQ, Draft, Drafter, PromptLookup, SmallModel, SparseQ, SpeculativeDecoding, Tree
+from hf_specgen.drafting.shapes import StaticShape
 from hf_specgen.round.coins import Coins
 
 ENOUGH = 1e-4
@@ -65,9 +65,7 @@ def draw(
     return torch.cat(found)
 
 
-@pytest.mark.parametrize(
-    "name", ["plain", "top-p, repetition", *(pytest.param(n, marks=pytest.mark.slow) for n in list(SETTINGS)[1::2])]
-)
+@pytest.mark.parametrize("name", few(("plain", "top-p, repetition", *list(SETTINGS)[1::2]), "top-p, repetition"))
 def test_deterministic_drafts(name: str, eight) -> None:
     settings, count = SETTINGS[name]
     law = enumerate_law(eight, prompt(8), do_sample=True, **settings)
@@ -121,21 +119,21 @@ def test_c15_padded_vocabularies_keep_the_law(sizes: tuple[int, int], sample: bo
     assert p_value(draws, law, ours) > ENOUGH
 
 
-class SampledTree(Drafter):
+class SampledTree(Handmade):
     """Draw two children of the root and two of the first child from one fixed law, i.i.d. or all different."""
 
     def __init__(self, law: list[float], different: bool, sparse: bool) -> None:
         self.law, self.different, self.sparse = torch.tensor(law), different, sparse
 
-    def begin(self, sequences) -> None:
+    def on_begin(self, sequences) -> None:
         self.generator = torch.Generator().manual_seed(sum(sequences.seeds.tolist()))
 
-    def propose(self, sequences) -> Draft:
+    def on_propose(self, sequences) -> Draft:
         rows, vocab = len(sequences), len(self.law)
         law = self.law.expand(2 * rows, -1)
         drawn = torch.multinomial(law, 2, not self.different, generator=self.generator).view(rows, 4)
         tree = Tree(torch.tensor([[-1, -1, 0, 0]]))
-        room = torch.tensor(sequences.room)
+        room = torch.tensor(self.room)
         n_valid = torch.where(room > 1, 4, 2 * room.clamp(max=1))
         if self.sparse:
             kept = self.law.nonzero().flatten()
@@ -179,19 +177,16 @@ def noise_without_depth(patch: pytest.MonkeyPatch) -> None:
 
 def greedy_with_a_law(patch: pytest.MonkeyPatch) -> None:
     """Hand over the softmax of tokens that were picked without chance."""
-    chain = hf_specgen.drafters.small_model._Chain
 
-    def pick(self, scores: torch.Tensor) -> torch.Tensor:
-        self._laws.append(scores)
-        self._tokens.append(scores.argmax(-1))
-        return self._tokens[-1][:, None]
+    def best(self, depth: int, scores: torch.Tensor, coins: object) -> torch.Tensor:
+        return self.best(depth, scores)
 
-    patch.setattr(chain, "pick", pick)
+    patch.setattr(StaticShape, "draw", best)
 
 
 def siblings_with_replacement(patch: pytest.MonkeyPatch) -> None:
-    genuine = SampledTree.propose
-    patch.setattr(SampledTree, "propose", lambda self, rows: replace(genuine(self, rows), without_replacement=False))
+    genuine = SampledTree.on_propose
+    patch.setattr(SampledTree, "on_propose", lambda self, rows: replace(genuine(self, rows), without_replacement=False))
 
 
 BREAKS = {

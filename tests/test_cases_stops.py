@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from tiny import drafter_of, letters, ours, plain, prompts, texts_of, tiny, with_learned
+from tiny import LEARNED, drafter_of, few, letters, ours, plain, prompts, texts_of, tiny, with_learned
 from transformers import StoppingCriteria
 
 from hf_specgen import SpecGenError, SpeculativeDecoding, disable, enable
@@ -70,7 +70,7 @@ def test_c03a_stop_strings(every: bool, target, tokenizer, twelve: torch.Tensor,
     assert inside > 20, "the last block was hardly ever cut"
 
 
-@pytest.mark.parametrize("kind", with_learned(GREEDY))
+@pytest.mark.parametrize("kind", few((*GREEDY, *LEARNED), "small", "branches", "eagle dynamic"))
 def test_c03a_stop_strings_in_a_batch(kind: str, target, tokenizer) -> None:
     ids, mask = prompts(ROWS)
     free = plain(target, ids, mask)
@@ -123,7 +123,7 @@ def test_c03c_a_criterion_on_the_length(kind: str, target, twelve: torch.Tensor,
     assert watch.longest >= 2
 
 
-@pytest.mark.parametrize("kind", with_learned(GREEDY))
+@pytest.mark.parametrize("kind", few((*GREEDY, *LEARNED), "small", "branches", "eagle dynamic"))
 def test_c03_criteria_in_a_batch(kind: str, target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows stop on their own; each row's prefixes are the padded rows that plain decoding shows."""
     ids, mask = prompts(ROWS)

@@ -19,8 +19,10 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_specgen
 from hf_specgen import (
+    Call,
     IncompatibleDrafter,
     PromptLookup,
+    Session,
     SmallModel,
     SpecGenError,
     SpeculativeDecoding,
@@ -40,9 +42,9 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[PreTrainedModel, str]]:
     seen: list[tuple[PreTrainedModel, str]] = []
     genuine = SpeculativeDecoding._run
 
-    def run(self: SpeculativeDecoding, drafter, target, sequences, log):
-        seen.append((target.cached.model, type(drafter).__name__))
-        return genuine(self, drafter, target, sequences, log)
+    def run(self: SpeculativeDecoding, target, sequences, log):
+        seen.append((target.cached.model, type(self.drafter).__name__))
+        return genuine(self, target, sequences, log)
 
     monkeypatch.setattr(SpeculativeDecoding, "_run", run)
     return seen
@@ -124,9 +126,9 @@ def test_stock_arguments_for_prompt_lookup(way: str, runs: list, monkeypatch: py
     made: list[PromptLookup] = []
     genuine = PromptLookup.begin
 
-    def begin(self: PromptLookup, sequences) -> None:
+    def begin(self: PromptLookup, call: Call) -> Session:
         made.append(self)
-        genuine(self, sequences)
+        return genuine(self, call)
 
     monkeypatch.setattr(PromptLookup, "begin", begin)
     ids, mask = prompts([5, 17, 11, 24])

@@ -7,12 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 import transformers
-from tiny import CASES, FAMILIES, assert_ran, build, drafter_of, ours, plain, prompts, texts_of
+from tiny import CASES, FAMILIES, assert_ran, build, drafter_of, few, ours, plain, prompts, texts_of
 
 import hf_specgen.models.attention
 from hf_specgen import PromptLookup, SpeculativeDecoding
+from hf_specgen.models.cache_layers import AcceptedPath, SlotGroup
 from hf_specgen.models.cached_model import CachedModel
-from hf_specgen.models.slot_cache import SlotCache, SlotGroup
+from hf_specgen.models.slot_cache import SlotCache
+from hf_specgen.models.visibility import SlotMap, TreeVisibility
 from hf_specgen.round.records import Tree
 
 TOKENS = 22
@@ -68,10 +70,9 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
 EAGER_TOO = {"llama", "gemma3_text", "mixtral"}
 ALIKE = {"qwen2", "qwen3", "phi3", "olmo2", "smollm3", "qwen3_moe"}
 FAST = [
-    pytest.param(
-        family, impl, marks=pytest.mark.slow if impl != FAMILIES[family][2][0] and family not in EAGER_TOO else ()
-    )
+    (family, impl, 4)
     for family, impl in CASES
+    if family not in ALIKE and (impl == FAMILIES[family][2][0] or family in EAGER_TOO)
 ]
 
 
@@ -118,17 +119,31 @@ def check_all_drafters(model, rows: int) -> None:
     assert torch.equal(ours(model, PromptLookup(), ids, mask, max_new_tokens=TOKENS), expected), "default settings"
 
 
-@pytest.mark.parametrize(("family", "impl"), FAST)
-def test_greedy_text_is_plain(family: str, impl: str, packed: list, wraps: set[str]) -> None:
+@pytest.mark.parametrize(
+    ("family", "impl", "rows"),
+    few(
+        [(*case, rows) for case in CASES for rows in BATCHES], *FAST, ("llama", "sdpa", 1), ("gemma3_text", "eager", 1)
+    ),
+)
+def test_greedy_text_is_plain(family: str, impl: str, rows: int, packed: list, wraps: set[str]) -> None:
     model = build(family, impl)
-    for rows in BATCHES:
-        check_all_drafters(model, rows)
+    check_all_drafters(model, rows)
     assert bool(packed) == (family in (GROUPED if impl == "sdpa" else EAGER_ONLY))
     assert bool(wraps) == (family in WINDOWED)
     assert model.config._attn_implementation == impl
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name",
+    few(
+        VARIANTS,
+        "qwen3 sliding upper layers",
+        "llama one shared head",
+        "llama tied, yarn",
+        "gemma2 three layers",
+        "deepseek_v3 dense",
+    ),
+)
 def test_greedy_text_of_other_layouts(name: str, wraps: set[str]) -> None:
     family, settings = VARIANTS[name]
     if "in sdpa" in name and not transformers.Gemma2ForCausalLM._supports_sdpa:
@@ -139,7 +154,7 @@ def test_greedy_text_of_other_layouts(name: str, wraps: set[str]) -> None:
 
 
 # Those that only build their layers otherwise are slow: the greedy runs above prove the same passes.
-@pytest.mark.parametrize("family", [pytest.param(f, marks=pytest.mark.slow if f in ALIKE else ()) for f in FAMILIES])
+@pytest.mark.parametrize("family", few(FAMILIES, "llama", "gemma3_text", "mixtral"))
 def test_seeded_text_is_the_same_with_any_drafter(family: str) -> None:
     """In float64, where no coin falls between the laws of two passes of different width."""
     model = build(family, FAMILIES[family][2][0])
@@ -165,16 +180,17 @@ def causal(parents: torch.Tensor) -> torch.Tensor:
 
 
 def break_gather(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SlotCache, "_gather", lambda self, paths: None)
+    patch.setattr(AcceptedPath, "move", lambda self: None)
 
 
 def break_tree_mask(patch: pytest.MonkeyPatch) -> None:
     genuine = SlotCache.masks
 
-    def masks(self: SlotCache, tree: Tree) -> dict[str, torch.Tensor]:
+    def masks(self: SlotCache, visibility: TreeVisibility) -> dict[str, torch.Tensor]:
+        tree = visibility.tree
         wrong = Tree(tree.parents)
         wrong.__dict__["ancestors"], wrong.__dict__["depth"] = causal(tree.parents), tree.depth
-        return genuine(self, wrong)
+        return genuine(self, TreeVisibility(wrong))
 
     patch.setattr(SlotCache, "masks", masks)
 
@@ -184,26 +200,25 @@ def break_depth(patch: pytest.MonkeyPatch) -> None:
 
 
 def break_window(patch: pytest.MonkeyPatch) -> None:
-    def visible(self: SlotGroup, cache: SlotCache, tree: Tree) -> torch.Tensor:
-        unbounded = SlotGroup(self.kind, None, self.capacity, self.view)
-        return genuine(unbounded, cache, tree)
+    def slots(self: SlotGroup, lengths: torch.Tensor) -> SlotMap:
+        return SlotMap(lengths, self.capacity, self.view)
 
-    genuine = SlotGroup.visible
-    patch.setattr(SlotGroup, "visible", visible)
+    patch.setattr(SlotGroup, "slots", slots)
 
 
 def break_commit(patch: pytest.MonkeyPatch) -> None:
     genuine = SlotCache.commit
 
-    def commit(self: SlotCache, counts: list[int], paths: torch.Tensor | None = None) -> None:
+    def commit(self: SlotCache, counts: list[int], paths: torch.Tensor | None = None, kept: object = None) -> None:
         genuine(self, [count - (count > 1) for count in counts], paths)
 
     patch.setattr(SlotCache, "commit", commit)
 
 
 def break_eager_mask(patch: pytest.MonkeyPatch) -> None:
-    def masks(self: CachedModel, tree: Tree) -> torch.Tensor:
-        return next(iter(self.cache.masks(tree).values())).expand(len(self.lengths), -1, -1, -1)
+    def masks(self: CachedModel, visibility: TreeVisibility) -> dict[str, torch.Tensor]:
+        masks = self.cache.masks(visibility)
+        return {kind: mask.expand(len(self.lengths), -1, -1, -1) for kind, mask in masks.items()}
 
     patch.setattr(CachedModel, "_masks", masks)
 

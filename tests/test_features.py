@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 from support_features import Forwards, unchanged
-from tiny import assert_ran, build, disturbed, drafter_of, ours, plain, prompts, some, texts_of, tiny
+from tiny import assert_ran, build, disturbed, drafter_of, few, ours, plain, prompts, some, texts_of, tiny
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import stopping_criteria as hf_stops
@@ -164,7 +164,7 @@ def characters() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-@pytest.mark.parametrize("lengths", [ONE, [12, 5]])
+@pytest.mark.parametrize("lengths", few((ONE, [12, 5]), [12, 5]))
 def test_stop_strings_on_an_enabled_model(lengths: list[int]) -> None:
     model, tokenizer = tiny(), characters()
     ids, mask = prompts(lengths)

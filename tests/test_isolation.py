@@ -10,8 +10,12 @@ from tiny import disturbed, prompts, tiny
 from transformers import LogitsProcessor, StoppingCriteria
 
 import hf_specgen
+from hf_specgen.models.cache_layers import SlotLayer
 from hf_specgen.models.cached_model import CachedModel
-from hf_specgen.models.slot_cache import SlotCache, SlotLayer
+from hf_specgen.models.passes import Pass
+from hf_specgen.models.prompt import Prompt
+from hf_specgen.models.slot_cache import SlotCache
+from hf_specgen.models.visibility import TreeVisibility
 
 LOOP = hf_specgen.SpeculativeDecoding
 
@@ -145,9 +149,9 @@ def test_hidden_states_have_the_width_of_the_padded_prompt() -> None:
 def test_a_wide_draft_at_the_end_does_not_double_the_buffers() -> None:
     model = tiny()
     cached = CachedModel(model, 1, reserve=200)
-    cached.prefill(torch.randint(1, 64, (1, 190)), [190])
+    cached.prefill(Prompt(torch.randint(1, 64, (1, 190)), [190]))
     tree = hf_specgen.Tree(torch.full((1, 20), -1))
-    cached.extend(torch.ones(1, 21, dtype=torch.long), tree)
+    cached.run(Pass(torch.ones(1, 21, dtype=torch.long), TreeVisibility(tree)))
     (group,) = cached.cache.groups.values()
     assert 190 + 21 <= group.capacity < 2 * 200
     assert isinstance(cached.cache, SlotCache)

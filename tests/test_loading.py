@@ -13,7 +13,7 @@ import torch
 from hub_stand_in import medusa_heads, put_config, put_heads, stand_in
 from oracle import drafter_from, eagle3_oracle, oracle_target
 from safetensors.torch import load_file, save_file
-from tiny import Watch, build, ours, plain, prompts, tiny
+from tiny import Watch, build, few, ours, plain, prompts, tiny
 from transformers import PreTrainedModel
 
 import hf_specgen
@@ -309,7 +309,7 @@ def test_calibration_refuses_what_it_cannot_tell(tmp_path: Path, target: PreTrai
         calibrate_aux_layers(tmp_path / "eagle3", target, ids[:, :2])
 
 
-@pytest.mark.parametrize("settings", [{}, {"sliding_window": 3}])
+@pytest.mark.parametrize("settings", few(({}, {"sliding_window": 3}), {"sliding_window": 3}))
 def test_agreement_is_what_the_loop_accepts_first(settings: dict[str, Any]) -> None:
     """One pass over a text the target wrote counts what the loop accepts at its first place, begun at each token."""
     target = tiny(layers=4, vocab=8)

@@ -76,6 +76,7 @@ def test_every_source_file_is_in_the_wheel(wheel: Path) -> None:
     assert "hf_specgen/py.typed" in inside
 
 
+@pytest.mark.slow
 def test_nothing_is_top_level_but_the_package(wheel: Path) -> None:
     names = {path.name for path in wheel.iterdir() if path.suffix != ".dist-info"}
     assert names == {"hf_specgen"}
@@ -99,6 +100,7 @@ def test_metadata(wheel: Path) -> None:
     assert not any(line.startswith("triton") for line in required), "a gigabyte that a CPU has no use for"
 
 
+@pytest.mark.slow
 def test_mapped_folders_import_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
     code = """
 import hf_specgen, hf_specgen.trainers, hf_specgen.kernels.reference as reference
@@ -147,6 +149,7 @@ def test_transformers_from_the_root_without_the_kernels_package(tmp_path: Path) 
         assert here == answer(python(ASK_TRANSFORMERS, tmp_path))
 
 
+@pytest.mark.slow
 def test_transformers_from_the_root_with_the_kernels_package(stub: Path) -> None:
     assert answer(python(ASK_TRANSFORMERS, ROOT, stub)) == [True, str(stub / "kernels" / "__init__.py")]
 

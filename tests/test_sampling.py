@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
-from tiny import Watch, assert_ran, build, disturbed, drafter_of, plain, prompts, some, texts_of, tiny
+from tiny import Watch, assert_ran, build, disturbed, drafter_of, few, plain, prompts, some, texts_of, tiny
 
 import hf_specgen.ops
 from hf_specgen import PromptLookup, SmallModel, SpecGenError, SpeculativeDecoding, enable
-from hf_specgen.drafters.small_model import _Chain
+from hf_specgen.drafting import fill
 from hf_specgen.round.coins import Coins
 from hf_specgen.round.sequences import Sequences
 
@@ -37,7 +39,7 @@ def sample(model, drafter, ids, mask=None, rule: str = "rejection", **settings) 
     return plain(model, ids, mask, do_sample=True, custom_generate=SpeculativeDecoding(drafter, rule), **settings)
 
 
-@pytest.mark.parametrize(("name", "rows"), some(WARPERS, (4, 1)))
+@pytest.mark.parametrize(("name", "rows"), few(product(WARPERS, (4, 1)), ("top-p", 4), ("history", 4), ("top-k", 1)))
 def test_any_drafter_gives_the_text_of_the_seed(name: str, rows: int, target) -> None:
     ids, mask = prompts(ROWS if rows == 4 else [12])
     settings = {"seed": 5, **WARPERS[name]}
@@ -264,13 +266,12 @@ def test_coins_by_round_would_be_seen(target, monkeypatch: pytest.MonkeyPatch) -
 
 def test_uncoupled_drafts_would_be_seen(target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control of the gumbel check: a drafter with noise of its own."""
-    genuine = _Chain.__init__
+    genuine = fill._Filling._coupled
 
-    def init(self: _Chain, sequences: Sequences, live: list[int], sample: bool) -> None:
-        genuine(self, sequences, live, sample)
-        if self._coins is not None:
-            self._coins = Coins(self._coins.seeds + 1, self._coins.row_ids, self._coins.positions)
+    def coupled(self, scores):
+        self._coins = Coins(self._coins.seeds + 1, self._coins.row_ids, self._coins.positions)
+        return genuine(self, scores)
 
-    monkeypatch.setattr(_Chain, "__init__", init)
+    monkeypatch.setattr(fill._Filling, "_coupled", coupled)
     with pytest.raises(AssertionError):
         test_gumbel_gives_the_text_of_the_seed_for_sampled_drafts_too(3, 4, target)

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from law import enumerate_law, p_value
 from oracle import drafter_from, eagle3_oracle, eagle_oracle, medusa_oracle, oracle_target
-from tiny import Keep, Watch, assert_ran, build, disturbed, drafter_of, garbled, plain, prompts, some, texts_of, tiny
+from tiny import (
+    Handmade,
+    Keep,
+    Watch,
+    assert_ran,
+    build,
+    disturbed,
+    drafter_of,
+    few,
+    garbled,
+    plain,
+    prompts,
+    some,
+    texts_of,
+    tiny,
+)
 from transformers import GenerationConfig
 from transformers.generation import CandidateGenerator
 
@@ -91,7 +108,7 @@ def test_draft_lengths_are_asked_for_as_always() -> None:
     assert {round.draft.width for round in watch.rounds[1:-1]} == {3}
 
 
-class Reader(Drafter):
+class Reader(Handmade):
     """Draft a known text, two tokens in a row of which the second is often wrong, and keep every hidden state."""
 
     hidden_layers = (1, FINAL, 0)
@@ -100,14 +117,14 @@ class Reader(Drafter):
         self.text = garbled(text, 3)
         self.states: dict[int, list[torch.Tensor]] = {}
 
-    def begin(self, sequences) -> None:
+    def on_begin(self, sequences) -> None:
         self.sequences, self.base = sequences, 0
 
-    def propose(self, sequences) -> Draft:
+    def on_propose(self, sequences) -> Draft:
         self.base = sequences.lengths[0] - 1
-        return Draft.from_lists([self.text[self.base + 1 : self.base + 1 + min(2, sequences.room[0])]])
+        return Draft.from_lists([self.text[self.base + 1 : self.base + 1 + min(2, self.room[0])]])
 
-    def observe(self, round) -> None:
+    def on_observe(self, round) -> None:
         count = len(self.sequences.tokens[0]) - 1 - self.base
         for place in range(count):
             self.states[self.base + place] = [layer[0, place] for layer in round.hidden]
@@ -166,8 +183,7 @@ def draw(model, prompt, drafter: Drafter, count: int) -> tuple[torch.Tensor, lis
     return torch.stack(texts), calls
 
 
-@pytest.mark.parametrize("sample", [False, True])
-@pytest.mark.parametrize("count", [150, pytest.param(1500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("count", "sample"), few(product((150, 1500), (False, True)), (150, True)))
 def test_the_law_of_sampling(count: int, sample: bool, four) -> None:
     """Picked drafts: stock draws its own tokens and compares. Drawn ones come with the law they were drawn from."""
     model, prompt, law = four

@@ -365,7 +365,7 @@ def _reader(columns: Sequence[str], tokenizer: Any, options: DataOptions) -> tup
     if "prompt" in columns and given in columns:
         return _Pairs(tokenizer, options.chat, given), False
     if "text" in columns:
-        return _Texts(_needed(tokenizer)), False
+        return _Texts(_needed(tokenizer), options.chat), False
     raise SpecGenError(f"the data has the columns {', '.join(columns) or '(none)'}: {_ACCEPTED} is required.")
 
 
@@ -435,10 +435,21 @@ class _Chats:
 @dataclass(frozen=True)
 class _Texts:
     tokenizer: Any
+    options: ChatOptions
 
     def __call__(self, row: Row) -> tuple[list[int], list[bool]]:
+        _refuse_settings(row, self.options)
         ids = list(self.tokenizer(row["text"])["input_ids"])
         return ids, [True] * len(ids)
+
+
+def _refuse_settings(row: Row, options: ChatOptions) -> None:
+    """Refuse ``chat_template_kwargs`` where no template is applied. Raises: ``SpecGenError``."""
+    if options.chat_template_kwargs or settings_of(row):
+        raise SpecGenError(
+            "chat_template_kwargs were given and the data holds plain text, which no chat template is applied to. "
+            "Leave them out, or give messages."
+        )
 
 
 @dataclass(frozen=True)
@@ -463,6 +474,8 @@ class _Pairs:
                 "a row has a system field beside a prompt that is plain text, which no chat template is applied to: "
                 "give prompt as messages, or messages alone, or write the text into the prompt."
             )
+        if isinstance(prompt, str):
+            _refuse_settings(row, self.options)
         # each by itself: the target reads the prompt alone, whatever would follow it
         before = _ids(prompt, self.tokenizer, special=True)
         behind = _ids(answer, self.tokenizer, special=False)

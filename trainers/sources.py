@@ -174,16 +174,19 @@ def read_rows(options: TrainOptions, args: DrafterTrainingArguments, tokenizer: 
         streams = isinstance(data, IterableDataset)
         if options.limit is not None:
             data = data.take(options.limit) if streams else data.select(range(min(options.limit, len(data))))
+        splits = bool(options.eval_data is None and options.eval_rows and not streams and len(data) > 1)
+        rows = prepare_dataset(data, tokenizer, apart if splits else settings)
         held_out = None
         if options.eval_data is not None and options.eval_rows:
             held_out = load_data(options.eval_data, options.eval_split)
             held_out = held_out.select(range(min(options.eval_rows, len(held_out))))
-        elif options.eval_rows and not streams and len(data) > 1:
-            parts = data.train_test_split(test_size=max(1, min(options.eval_rows, len(data) // 10)), seed=args.seed)
-            data = parts["train"]
+            held_out = prepare_dataset(held_out, tokenizer, apart)
+        elif splits and len(rows) > 1:  # what is left of the data: a part of it may hold nothing that can be read
+            parts = rows.train_test_split(test_size=max(1, min(options.eval_rows, len(rows) // 10)), seed=args.seed)
+            rows = parts["train"]
             held_out = parts["test"]
-        rows = prepare_dataset(data, tokenizer, settings)
-        held_out = None if held_out is None else prepare_dataset(held_out, tokenizer, apart)
+        if splits and args.packing:
+            rows = prepare_dataset(rows, tokenizer, settings)
     return rows, held_out
 
 

@@ -165,6 +165,8 @@ class DrafterConfig(PretrainedConfig):
         if self.rotary_size < self.head_dim:
             rope[PART] = self.rope_parameters[PART]
         if self.layer_type == "qwen3":
+            if self.mlp_bias:  # a checkpoint with them could be trained and never saved
+                raise SpecGenError("mlp_bias=True with layer_type='qwen3': Qwen3's layers have no such biases.")
             windows = {"use_sliding_window": True, "layer_types": self.layer_kinds} if self.sliding_window else {}
             layer = Qwen3Config(**shared, rope_parameters=rope, sliding_window=self.sliding_window, **windows)
         else:

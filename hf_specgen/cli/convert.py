@@ -16,7 +16,7 @@ import typer
 from hf_specgen.cli import options
 from hf_specgen.cli.inspect import read_facts
 from hf_specgen.cli.options import OutLayout
-from hf_specgen.errors import SpecGenError
+from hf_specgen.errors import IncompatibleDrafter, SpecGenError
 
 if TYPE_CHECKING:
     from hf_specgen.checkpoints.formats.base import Checkpoint
@@ -92,7 +92,7 @@ def with_lent(found: Checkpoint, wanted: tuple[str, ...], target: str | None) ->
     Without ``--target`` the target is the one that the drafter names, if its files can be had: the layout says what
     follows where they cannot.
     """
-    from hf_specgen.checkpoints.formats.lent import lent_by
+    from hf_specgen.checkpoints.formats.lent import is_made_for, lent_by
     from hf_specgen.checkpoints.opening import open_source
     from hf_specgen.cli.session import note
 
@@ -100,12 +100,17 @@ def with_lent(found: Checkpoint, wanted: tuple[str, ...], target: str | None) ->
     if not wanted or not name:
         return found
     try:
-        lent = lent_by(open_source(name), found.config, wanted)
+        source = open_source(name)
+        lent, same = lent_by(source, found.config, wanted), is_made_for(source, found.config)
+        if not same and target is None:  # a name tells less than a flag: another model may have it by now, or here
+            raise IncompatibleDrafter("what is called so here is not the target that the drafter was made for.")
     except SpecGenError as error:
         if target is not None:
             raise
         note(f"{', '.join(wanted)} of {name} cannot be written too: {error}")
         return found
+    if not same:
+        note(f"warning: {name} is not the target that the drafter was made for: fewer drafts may be accepted.")
     note(f"{', '.join(wanted)}: written too, as {name} has it")
     return replace(found, lent=lent)
 

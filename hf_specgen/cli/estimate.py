@@ -77,6 +77,8 @@ def estimate(  # noqa: PLR0913 - one parameter a flag
     config, small = _config(target), None if draft_model is None else _config(draft_model)
     if data is not None:
         found = _count(target, data, split, max_length, template)
+    elif template:
+        raise SpecGenError("--chat-template-kwargs has no effect without --data. Leave it out.")
     else:
         found = _said(tokens, supervised_share, row_length)
     unrolled = steps or (4 if method is Method.medusa else 7)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_specgen.checkpoints.config import DrafterConfig
+from hf_specgen.drafting.borrowed import TargetParts
 from hf_specgen.drafting.features import FeatureDrafter
 from hf_specgen.drafting.layers import DraftLayer, Masks
 from hf_specgen.drafting.learned import Objective, TrainingOutput
@@ -95,14 +96,16 @@ class EagleDrafter(FeatureDrafter):
         """Return the features as they are."""
         return hidden[0].to(self.fc.weight.dtype)
 
-    def step(self, tokens: Tensor, features: Tensor, positions: Tensor, mask: Masks, cache: SlotCache | None) -> Tensor:
+    def step(
+        self, embedded: Tensor, features: Tensor, positions: Tensor, mask: Masks, cache: SlotCache | None
+    ) -> Tensor:
         """Join token and feature, run the layers, see ``FeatureDrafter``."""
-        states: Tensor = self.fc(torch.cat((self.embed(tokens).to(features.dtype), features), -1))
+        states: Tensor = self.fc(torch.cat((embedded.to(features.dtype), features), -1))
         rope = self.rotary(states, positions)
         for layer in self.layers:
             states = layer(states, rope, mask, cache)
         return states
 
-    def logits(self, states: Tensor) -> Tensor:
+    def logits(self, states: Tensor, parts: TargetParts | None = None) -> Tensor:
         """Let the target's head read the foretold features."""
-        return self.score(states)[..., : self.config.vocab_size]
+        return self.score(states, parts)[..., : self.config.vocab_size]

@@ -6,11 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from hf_specgen.checkpoints.config import DrafterConfig
+from hf_specgen.drafting.borrowed import TargetParts
 from hf_specgen.drafting.features import FeatureDrafter
 from hf_specgen.drafting.layers import DraftLayer, LayerClasses, Masks, PairLayer
 from hf_specgen.drafting.learned import Objective, TrainingOutput
 from hf_specgen.drafting.unrolling import Lesson, unroll
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError
+from hf_specgen.models.facts import TargetFacts
 from hf_specgen.models.slot_cache import SlotCache
 
 _FUSED = 3
@@ -90,8 +92,24 @@ class Eagle3Drafter(FeatureDrafter):
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:  # type: ignore[override]
-        """Return the boundaries of the target that are fused, in order."""
-        return tuple(self.config.aux_layer_boundaries) or self._default_boundaries()
+        """Return the boundaries of the target that are fused, in order; none where the target is not known yet."""
+        return self.boundaries(self._parts.facts if self._parts is not None else None)
+
+    def boundaries(self, facts: TargetFacts | None) -> tuple[int, ...]:
+        """Return the boundaries of a target that are fused, in order.
+
+        Raises: ``IncompatibleDrafter`` for a target with too few layers for the default ones.
+        """
+        named = tuple(self.config.aux_layer_boundaries)
+        known = self.config.target.get("num_layers", 0) if facts is None else facts.num_layers
+        if named or not known:
+            return named
+        if known < _LEAST_LAYERS:
+            raise IncompatibleDrafter(
+                f"the target has {known} layers, and the default boundaries (2, n // 2, n - 3) need {_LEAST_LAYERS}: "
+                "give aux_layer_boundaries=[...]."
+            )
+        return (2, known // 2, known - 3)
 
     def fuse(self, hidden: tuple[Tensor, ...]) -> Tensor:
         """Join the target's features and bring them to the drafter's size."""
@@ -102,33 +120,24 @@ class Eagle3Drafter(FeatureDrafter):
         features: Tensor = self.fc(self.input_norm(joined) if self.config.norm_before_fc else joined)
         return features
 
-    def step(self, tokens: Tensor, features: Tensor, positions: Tensor, mask: Masks, cache: SlotCache | None) -> Tensor:
+    def step(
+        self, embedded: Tensor, features: Tensor, positions: Tensor, mask: Masks, cache: SlotCache | None
+    ) -> Tensor:
         """Run the layers over tokens beside features, see ``FeatureDrafter``."""
         rope = self.rotary(features, positions)
-        states: Tensor = self.midlayer(self.embed(tokens).to(features.dtype), features, rope, mask, cache)
+        states: Tensor = self.midlayer(embedded.to(features.dtype), features, rope, mask, cache)
         for layer in self.layers.values():
             states = layer(states, rope, mask, cache)
         return self._normed(states) if self.config.norm_output else states
 
-    def logits(self, states: Tensor) -> Tensor:
+    def logits(self, states: Tensor, parts: TargetParts | None = None) -> Tensor:
         """Score states over the drafter's own vocabulary."""
-        scores = self.score(self.head_states(states))
+        scores = self.score(self.head_states(states), parts)
         return scores if self.config.own_head else scores[..., : self.config.vocab_size]
 
     def _normed(self, states: Tensor) -> Tensor:
         normed: Tensor = self.norm(states)
         return normed
-
-    def _default_boundaries(self) -> tuple[int, ...]:
-        known = self._parts.facts.num_layers if self._parts is not None else self.config.target.get("num_layers", 0)
-        if not known:
-            return ()
-        if known < _LEAST_LAYERS:
-            raise IncompatibleDrafter(
-                f"the target has {known} layers, and the default boundaries (2, n // 2, n - 3) need {_LEAST_LAYERS}: "
-                "give aux_layer_boundaries=[...]."
-            )
-        return (2, known // 2, known - 3)
 
 
 def _check(config: DrafterConfig) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,17 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specgen.checkpoints.config import DrafterConfig
 from hf_specgen.drafting.borrowed import TargetParts
-from hf_specgen.drafting.drafter import DraftLength, Pace, fit_width, no_numbers, warn_shallow
-from hf_specgen.drafting.fill import check_confidence, check_drawn, check_shape
+from hf_specgen.drafting.drafter import Call
+from hf_specgen.drafting.fill import LevelModel, LevelSession
 from hf_specgen.drafting.learned import LearnedDrafter, Objective, TrainingOutput
-from hf_specgen.drafting.shapes import ABSENT, DynamicShape, Growth, Shape, StaticShape, depth_of, parse_shape, top
+from hf_specgen.drafting.lengths import DraftSettings, Habits
+from hf_specgen.drafting.shapes import StaticShape
 from hf_specgen.drafting.unrolling import Lesson, chosen, told, weighted
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError
 from hf_specgen.models.facts import TOKEN_OVERHEAD, TargetFacts, holds_numbers, logits_width, other_layers, whole
 from hf_specgen.models.taps import FINAL
 from hf_specgen.models.wrappers import bare, input_device
-from hf_specgen.round.coins import Coins
-from hf_specgen.round.costs import Rate
-from hf_specgen.round.records import DenseQ, Draft, Round, Tree, spread
-from hf_specgen.round.sequences import Sequences
+from hf_specgen.round.records import Round
 
 _HUB = ("revision", "token", "cache_dir", "local_files_only")
 
@@ -112,13 +109,11 @@ class MedusaDrafter(LearnedDrafter):
         hub = {key: settings[key] for key in _HUB if key in settings}
         return target, cls.from_pretrained(name, target=target, **hub)
 
-    def attach(self, model: nn.Module) -> None:
-        """Attach as every drafter does; some layers too must be those that Medusa-2 heads were trained with."""
-        before = self._parts
-        super().attach(model)
-        others = [] if self._parts is before else other_layers(model, self.config.target.get("layers") or {})
+    def check_backbone(self, model: PreTrainedModel) -> None:
+        """Refuse a target some layers of which are not those that Medusa-2 heads were trained with."""
+        name = self.config.target.get("name")
+        others = other_layers(model, self.config.target.get("layers") or {})
         if others:
-            self._parts, name = before, self.config.target.get("name")
             raise IncompatibleDrafter(
                 f"these Medusa-2 heads were trained together with the backbone of {name}, and {', '.join(others[:3])} "
                 f"of the target are others. Load the target from there: AutoModelForCausalLM.from_pretrained({name!r})."
@@ -192,238 +187,100 @@ class MedusaDrafter(LearnedDrafter):
             return target_head[: self.config.vocab_size] if ids is None else target_head[ids]
         return self.get_submodule(f"{number}.{self.config.num_head_layers}").get_parameter("weight")
 
-    def head(self, number: int, states: Tensor) -> Tensor:
+    def head(self, number: int, states: Tensor, parts: TargetParts | None = None) -> Tensor:
         """Return one head's logits ``(..., V_draft)`` of states ``(..., H)``; head 0 guesses the token after the next.
 
+        ``parts``: what is borrowed of the target, by default of the one that was attached.
         Source: Cai et al. 2024, section 2.1.
         """
         features = self.get_submodule(str(number))(states)
         if self.config.own_head:
             return torch.as_tensor(features)
-        return self.parts.logits(features)
+        return (parts or self.parts).logits(features)
 
-    def begin(self, sequences: Sequences) -> None:
+    def begin(self, call: Call) -> MedusaSession:
         """Settle what to draft.
 
         Raises: ``SpecGenError`` for a tree that is deeper than there are heads or that cannot be drawn, and for a
         threshold for trees.
         """
-        self.keep_session(_Session(self, sequences), sequences)
+        return MedusaSession(self, self.parts_of(call.target.model), call)
 
-    @property
-    def _open(self) -> _Session:
-        if not isinstance(self._session, _Session):
-            raise SpecGenError("MedusaDrafter was asked for a draft before begin(): the loop calls begin() first.")
-        return self._session
-
-    @property
-    def draft_cost(self) -> float:
-        """Return what one head costs, in plain steps."""
-        return self._open.costs.draft
-
-    def propose(self, sequences: Sequences) -> Draft:
-        """Evaluate as many heads as the draft is deep, for the rows that draft."""
-        return self._open.propose(sequences)
-
-    def observe(self, round: Round) -> None:
-        """Keep each row's newest state: that of the last accepted node."""
-        self._open.observe(round)
-
-
-class _Session:
-    """Hold what one ``generate()`` needs: its shape and lengths, and each row's newest state ``(B, D)``."""
-
-    def __init__(self, drafter: MedusaDrafter, sequences: Sequences) -> None:
-        self._drafter, self._states = drafter, torch.empty(0)
-        self._device, self._seen = sequences.prompt.device, False
-        config, asked = drafter.config, sequences.request
-        samples = config.sample and not sequences.greedy
-        self._shares_noise = samples and sequences.rule == "gumbel"
-        self._draws = samples and not self._shares_noise
-        schedule = asked.schedule or ("constant" if self._draws else None)  # neighbours must not set what is drawn
-        default = min(4, config.num_heads) if schedule == "constant" else config.num_heads
-        self.costs = drafter.costs or replace(sequences.costs, draft=_cost(drafter, sequences))
-        length = DraftLength.choose(replace(asked, schedule=schedule), config.num_tokens, default, self.costs)
-        length.begin(len(sequences))
-        self._pace = Pace(length, Rate(0.6, 0.7))
-        number = asked.num_tokens if asked.num_tokens is not None else config.num_tokens
-        shape = _shape(config, self._device)
-        check_shape(shape, self._device)
-        heads = f"it has {config.num_heads} head{'s' * (config.num_heads > 1)}"
-        reason = heads if depth_of(shape) == config.num_heads else f"its tree (tree={config.tree!r}) is no deeper"
-        warn_shallow(drafter.title, None if number is None else length.num_tokens, depth_of(shape), reason)
-        self._shape = _bounded(shape, None if number is None else length.num_tokens)
-        if self._draws:
-            check_drawn(self._shape, sequences.rule)
-        unsure = asked.confidence if asked.confidence is not None else drafter.confidence
-        self._confidence = unsure or 0.0
-        check_confidence(self._confidence, self._is_chain)
-        self._peaks: list[Tensor] = []  # of the round being drafted
-        self._parts: dict[int, tuple[StaticShape, Tree]] = {}
-        ids = drafter.target_ids
-        self._ids = None if ids is None else ids.to(self._device)
-        # processors that only truncate leave the best tokens the best; a law of its own for every node of a tree is
-        # worth its price only where tokens are drawn from it
-        warp, grows = sequences.warp, isinstance(self._shape, DynamicShape)
-        processed = warp.steps and (grows or samples or warp.truncation is None)
-        self._warps = bool(processed) and (samples or self._is_chain or not warp.needs_prefix)
-
-    @property
-    def _is_chain(self) -> bool:
-        return isinstance(self._shape, StaticShape) and self._shape.is_chain
-
-    def observe(self, round: Round) -> None:
-        """Take the state of the last accepted node, of the prompt's end in round zero."""
-        states, self._seen, first = round.hidden[0], True, not self._seen
-        if first:
-            self._states = states[:, -1]
-            return
-        rows = torch.arange(len(states), device=states.device)
-        self._states = states[rows, round.verdict.n]
-        if self._is_chain:
-            self._pace.observe(round)
-
-    def propose(self, sequences: Sequences) -> Draft:
-        """Draft for the rows that have room."""
-        room = [min(space, depth_of(self._shape)) for space in sequences.room]
-        wanted = self._pace.wanted(room, sequences.remaining) if self._is_chain else room
-        live = [row for row, want in enumerate(wanted) if want]
-        if not live:
-            return Draft.empty(len(sequences), self._device)
-        owners, self._peaks = torch.tensor(live, device=self._device), []
-        some = next(self._drafter.parameters())
-        states = self._states.index_select(0, owners).to(some.device, some.dtype)
-        if isinstance(self._shape, DynamicShape):
-            draft = self._grow(sequences, states, live, [wanted[row] for row in live])
-        else:
-            draft = self._fill(sequences, states, live, [wanted[row] for row in live])
-        return replace(draft, broken=no_numbers(self._peaks, self._device))
-
-    def _logits(self, depth: int, states: Tensor) -> Tensor:
-        """Return the logits ``(R, V_draft)`` of the tokens ``depth`` below the root; ids that do not exist are cut."""
-        logits = self._drafter.head(depth - 1, states).to(self._device)
-        self._peaks.append(logits.amax())
-        return logits
-
-    def _fill(self, sequences: Sequences, states: Tensor, live: list[int], wanted: list[int]) -> Draft:
-        """Fill a fixed tree, level by level."""
-        (shape, _), owners = self._part(max(wanted)), torch.tensor(live, device=self._device)
-        coins = sequences.coins().take(owners) if self._draws or self._shares_noise else None
-        tokens, laws = torch.empty(len(live), 0, dtype=torch.long, device=self._device), []
-        for depth in range(1, shape.max_depth + 1):
-            logits = self._logits(depth, states)[:, : sequences.vocab_size]
-            scores = self._processed(sequences, shape, depth, logits, owners, tokens)
-            self._stop_unsure(scores, depth, wanted)
-            if depth > max(wanted):
-                break
-            tokens = torch.cat([tokens, self._pick(shape, depth, scores, coins)], 1)
-            if self._draws:
-                laws.append(shape.laws(depth, scores))
-        if not tokens.shape[1]:
-            return Draft.empty(len(sequences), self._device)
-        shape, tree = self._part(max(wanted))
-        rows, n_valid = len(sequences), shape.n_valid(torch.tensor(wanted, device=self._device))
-        q = DenseQ(self._spread(torch.cat(laws, 1), owners, rows)) if laws else None
-        tokens = self._spread(self._with_pads(tokens, n_valid), owners, rows)
-        return Draft(tokens, tree, self._spread(n_valid, owners, rows), q, self._draws and not shape.is_chain)
-
-    def _part(self, depth: int) -> tuple[StaticShape, Tree]:
-        """Return the fixed tree down to a depth; what is derived from it is made once a call."""
-        assert isinstance(self._shape, StaticShape)
-        if depth not in self._parts:
-            shape = self._shape.cut(depth)
-            self._parts[depth] = shape, shape.tree(self._device)
-        return self._parts[depth]
-
-    def _pick(self, shape: StaticShape, depth: int, scores: Tensor, coins: Coins | None) -> Tensor:
-        """Return a level's tokens ``(R, n)`` in target ids: the best, drawn, or the best under the shared noise."""
-        if coins is not None and self._draws:
-            return shape.draw(depth, scores, coins)
-        if coins is not None:
-            rows = torch.arange(len(scores), device=self._device)
-            scores = scores + coins.gumbel(rows, depth - 1, scores.shape[-1])[:, None]
-        picked = shape.best(depth, scores)
-        if self._ids is None or scores.shape[-1] != len(self._ids):
-            return picked
-        return self._ids[picked.clamp(min=0)].masked_fill(picked == ABSENT, ABSENT)
-
-    def _processed(
-        self, sequences: Sequences, shape: StaticShape, depth: int, logits: Tensor, owners: Tensor, tokens: Tensor
-    ) -> Tensor:
-        """Return scores of the nodes that a level hangs on, ``(R, F, V)``; F is 1 where all have the same.
-
-        They are the head's own over draft ids, or processed ones over target ids.
-        """
-        if not (self._warps or self._draws or self._shares_noise):
-            return logits[:, None]
-        scores = self._over_target(logits, sequences.vocab_size)
-        if not sequences.warp.needs_prefix:
-            return sequences.warp(scores, owners, lambda _: None)[:, None]
-        above = [_way(shape, node) for node in shape.expanding(depth - 1)]
-        width, texts = len(above), tokens.tolist()
-
-        def prefix(place: int) -> Tensor | None:
-            row, way = place // width, above[place % width]
-            text = [texts[row][node] for node in way]
-            if ABSENT in text or not sequences.stops.eos.isdisjoint(text):
-                return None
-            return torch.cat([sequences.prefix(int(owners[row])), tokens[row : row + 1, way]], 1)
-
-        flat = scores.repeat_interleave(width, 0)
-        return sequences.warp(flat, owners.repeat_interleave(width), prefix).unflatten(0, (-1, width))
-
-    def _over_target(self, logits: Tensor, vocab: int) -> Tensor:
-        """Return float32 logits over the target's ids; those that the heads do not know are impossible."""
-        if self._ids is None:
-            return fit_width(logits.float(), vocab)
-        return logits.new_full((len(logits), vocab), float("-inf"), dtype=torch.float32).index_copy_(
-            1, self._ids, logits.float()
+    def habits(self, call: Call, parts: TargetParts) -> Habits:
+        """Return how the drafter drafts where nobody asks for anything else."""
+        config = self.config
+        heads = config.num_heads
+        tree = config.tree
+        if tree is None and call.device.type != "cpu":
+            tree = "medusa"
+        return Habits(
+            title=self.title,
+            usual=StaticShape.chain(heads),
+            longest=heads,
+            constant=min(4, heads),
+            level_cost=self._head_cost(call, parts),
+            deepest=heads,
+            reason=f"it has {heads} head{'s' * (heads > 1)}",
+            tree=tree,
+            num_tokens=config.num_tokens,
+            confidence=self.confidence,
+            sample=config.sample,
+            costs=self.costs,
         )
 
-    def _stop_unsure(self, scores: Tensor, depth: int, wanted: list[int]) -> None:
-        """End chains at a token whose law is flat. The law is known before its token is drawn: nothing is biased."""
-        if not self._confidence:
+    def _head_cost(self, call: Call, parts: TargetParts) -> float:
+        """Return the cost of one head relative to one plain step of the target, by the weights both read."""
+        size = TOKEN_OVERHEAD + sum(weight.numel() for weight in self.get_submodule("0").parameters())
+        if not self.config.own_head:
+            size += parts.head_size
+        return max(0.01, size / max(1, call.sequences.target_size))
+
+
+class MedusaSession(LevelSession):
+    """Draft for one call with one head per level."""
+
+    model: MedusaLevels
+
+    def __init__(self, drafter: MedusaDrafter, parts: TargetParts, call: Call) -> None:
+        settings = DraftSettings(call, drafter.habits(call, parts))
+        super().__init__(call, MedusaLevels(drafter, parts, call), settings)
+
+
+class MedusaLevels(LevelModel):
+    """Keep each row's newest state of the target ``(B, D)``; the law at a depth is that depth's head."""
+
+    def __init__(self, drafter: MedusaDrafter, parts: TargetParts, call: Call) -> None:
+        self.drafter = drafter
+        self.parts = parts
+        self._device = call.device
+        ids = drafter.target_ids
+        self.target_ids = None if ids is None else ids.to(call.device)
+        self.states: Tensor | None = None
+        self._read = torch.empty(0)
+
+    def start(self, wanted: list[int], nodes: int) -> list[int]:
+        """Take the states of the rows that draft."""
+        if self.states is None:
+            raise SpecGenError("MedusaDrafter was asked for a draft before round zero: the loop observes it first.")
+        live = [row for row, want in enumerate(wanted) if want]
+        weight = next(self.drafter.parameters())
+        rows = torch.tensor(live, device=self.states.device)
+        states = self.states if len(live) == len(wanted) else self.states.index_select(0, rows)
+        self._read = states.to(weight.device, weight.dtype)
+        return live
+
+    def laws(self, depth: int) -> Tensor:
+        """Return what the head of a depth says: one law for all nodes of the level."""
+        return self.drafter.head(depth - 1, self._read, self.parts)[:, None]
+
+    def observe(self, round: Round) -> None:
+        """Take the state of each row's last accepted node, of the prompt's end in round zero."""
+        states = round.hidden[0]
+        if self.states is None:
+            self.states = states[:, -1]
             return
-        best = torch.softmax(scores[:, 0].float(), -1).amax(-1).tolist()
-        for row, probability in enumerate(best):
-            if probability < self._confidence:
-                wanted[row] = min(wanted[row], depth - 1)
-
-    def _grow(self, sequences: Sequences, states: Tensor, live: list[int], room: list[int]) -> Draft:
-        """Take the likeliest paths of the product of the heads' laws, as many as asked for or as pay."""
-        assert isinstance(self._shape, DynamicShape)
-        owners, growth, best = torch.tensor(live, device=self._device), Growth(self._shape), []
-        width = 1
-        for depth in range(1, max(room) + 1):
-            logits = self._logits(depth, states)[:, : sequences.vocab_size]
-            if self._warps:
-                scores = self._over_target(logits, sequences.vocab_size)
-                logits = sequences.warp(scores, owners, lambda _: None)
-            law = torch.log_softmax(logits.float(), -1)[:, None]
-            chances, ids = top(law, min(self._shape.top_k, logits.shape[-1]))
-            best.append(ids[:, 0] if self._ids is None or self._warps else self._ids[ids[:, 0]])
-            width = growth.add(chances.expand(-1, width, -1))[0].shape[1]
-        space = torch.tensor(room, device=self._device)
-        remaining = [sequences.remaining[row] for row in live]
-        nodes = self._shape.nodes
-        nodes = growth.paying(self.costs, remaining, space) if nodes is None else nodes
-        if nodes == 0:
-            return Draft.empty(len(sequences), self._device)
-        ranks, parents, n_valid, _ = growth.finish(nodes, space)
-        depths = Tree(parents).depth[:, 1:] - 1
-        rows = torch.arange(len(live), device=self._device)[:, None]
-        tokens = self._with_pads(torch.stack(best, 1)[rows, depths, ranks], n_valid)
-        total = len(sequences)
-        parents = self._spread(parents + 1, owners, total) - 1  # rows that draft nothing hang everything on the root
-        return Draft(self._spread(tokens, owners, total), Tree(parents), self._spread(n_valid, owners, total))
-
-    def _with_pads(self, tokens: Tensor, n_valid: Tensor) -> Tensor:
-        """Mark the nodes behind a row's own as absent: a pad that is a token might be accepted."""
-        counted = torch.arange(tokens.shape[1], device=tokens.device) < n_valid[:, None]
-        return tokens.masked_fill(~counted, ABSENT)
-
-    def _spread(self, part: Tensor, owners: Tensor, rows: int) -> Tensor:
-        return part if len(part) == rows else spread(part, owners, rows)
+        rows = torch.arange(len(states), device=states.device)
+        self.states = states[rows, round.verdict.n]
 
 
 def _head_rows(parts: TargetParts, ids: Tensor) -> Tensor:
@@ -435,38 +292,3 @@ def _head_rows(parts: TargetParts, ids: Tensor) -> Tensor:
             f"{head.dtype}): an unquantised head is required. Load the target unquantised, or pass own_head=False."
         )
     return whole(head.detach())[ids.to(head.device)] * parts.scale
-
-
-def _way(shape: StaticShape, node: int) -> list[int]:
-    """Return the nodes from the root's child down to a node; none for the root."""
-    way: list[int] = []
-    while node >= 0:
-        way.append(node)
-        node = shape.parents[node]
-    return way[::-1]
-
-
-def _shape(config: DrafterConfig, device: torch.device) -> Shape:
-    """Return the shape asked for, no deeper than there are heads."""
-    spec, heads = config.tree, config.num_heads
-    chain = StaticShape.chain(heads)
-    if spec is None and device.type != "cpu":
-        spec = "medusa"
-    return parse_shape(spec, chain, heads)
-
-
-def _bounded(shape: Shape, number: int | None) -> Shape:
-    """Cut a tree to a depth; a chain's length is settled elsewhere."""
-    if number is None or (isinstance(shape, StaticShape) and shape.is_chain):
-        return shape
-    if isinstance(shape, DynamicShape):
-        return replace(shape, depth=min(shape.depth, number))
-    return shape.cut(number)
-
-
-def _cost(drafter: MedusaDrafter, sequences: Sequences) -> float:
-    """Return what one head costs, in plain steps of the target: what is read for it over what a step costs."""
-    size = TOKEN_OVERHEAD + sum(weight.numel() for weight in drafter.get_submodule("0").parameters())
-    if not drafter.config.own_head:
-        size += drafter.parts.head_size
-    return max(0.01, size / max(1, sequences.target_size))

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from copy import copy
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
-from transformers import PreTrainedModel
 
-from hf_specgen.drafting.drafter import Drafter, DraftLength
+from hf_specgen.drafting.copier import Continuations, Copier, CopyingDrafter
+from hf_specgen.drafting.drafter import Call
+from hf_specgen.drafting.lengths import DraftLength
 from hf_specgen.errors import SpecGenError
 from hf_specgen.round.costs import Costs, Rate
 from hf_specgen.round.records import Draft, Round, Tree
-from hf_specgen.round.sequences import Sequences
 
+_LONGEST = 16
 _PRIORS = ((0.15, 0.6), (0.4, 0.7), (0.6, 0.85))
 
 
@@ -67,19 +66,7 @@ class Source:
         return out
 
 
-class Found(NamedTuple):
-    """Hold what may be copied into a row: continuations, best first ([[]]: none), and how often such ones are right."""
-
-    rate: Rate
-    texts: list[list[int]]
-
-    @property
-    def length(self) -> int:
-        """Return how many tokens there are."""
-        return len(self.texts[0])
-
-
-class PromptLookup(Drafter):
+class PromptLookup(CopyingDrafter):
     """Draft by copying: no model, any batch size, nothing proposed where nothing matches.
 
     Args: ``num_tokens`` drafts that many in a row (None: as many as pay, up to 16); ``max_ngram`` and ``min_ngram``
@@ -105,55 +92,60 @@ class PromptLookup(Drafter):
                 f"PromptLookup(max_ngram={max_ngram}, min_ngram={min_ngram}, branches={branches}): "
                 "1 <= min_ngram <= max_ngram and branches >= 1 are required."
             )
-        self.num_tokens, self.max_ngram, self.min_ngram = num_tokens, max_ngram, min_ngram
-        self.branches, self.other_rows, self.costs = branches, other_rows, costs
-        self._corpus = [Source(max_ngram, branches, [int(token) for token in text]) for text in corpus]
+        self.num_tokens = num_tokens
+        self.max_ngram = max_ngram
+        self.min_ngram = min_ngram
+        self.branches = branches
+        self.other_rows = other_rows
+        self.costs = costs
+        self.corpus = [Source(max_ngram, branches, [int(token) for token in text]) for text in corpus]
 
-    def for_call(self, model: PreTrainedModel) -> PromptLookup:
-        """Return a copy: calls may overlap."""
-        return copy(self)
-
-    def begin(self, sequences: Sequences) -> None:
+    def begin(self, call: Call) -> LookupSession:
         """Index the prompts."""
-        costs = self.costs or sequences.costs
-        self._length = DraftLength.choose(sequences.request, self.num_tokens, 16, costs)
-        self._length.begin(len(sequences))
-        self._rows = [Source(self.max_ngram, self.branches, list(tokens)) for tokens in sequences.tokens]
-        self._rates = [self._priors()] * len(sequences)
-        self._found: list[Found] = []
+        return LookupSession(self, call)
+
+
+class LookupSession(Copier):
+    """Copy in one call: every row's own text, the corpus, and the other rows where they may be searched."""
+
+    def __init__(self, drafter: PromptLookup, call: Call) -> None:
+        super().__init__(call)
+        self.max_ngram = drafter.max_ngram
+        self.min_ngram = drafter.min_ngram
+        self.branches = drafter.branches
+        self.reads_other_rows = drafter.other_rows
+        self._corpus = drafter.corpus
+        costs = drafter.costs or call.costs
+        self._length = DraftLength.choose(call.request, drafter.num_tokens, _LONGEST, costs)
+        self._length.begin(call.rows)
+        self.adapts = self._length.schedule == "adaptive"
+        self._rows = [Source(self.max_ngram, self.branches, list(tokens)) for tokens in call.sequences.tokens]
+        self._rates = [self._priors()] * call.rows
+        self._found: list[Continuations] = []
 
     def part_rows(self) -> None:
         """Let every row learn from itself alone; by default they share what they learn."""
         self._rates = [self._priors() for _ in self._rates]
 
-    def _priors(self) -> list[Rate]:
-        return [Rate(*_PRIORS[min(n, len(_PRIORS)) - 1]) for n in range(1, self.max_ngram + 1)]
-
-    def propose(self, sequences: Sequences) -> Draft:
-        """Copy what followed the longest suffix found in the row, then in the other sources."""
-        return self.copies(self.cut(self.search(sequences), sequences), sequences.prompt.device)
-
-    def search(self, sequences: Sequences) -> list[Found]:
-        """Return what may be copied into every row; ``observe`` compares it with what came."""
-        for source, tokens in zip(self._rows, sequences.tokens, strict=True):
+    def search(self, room: list[int]) -> list[Continuations]:
+        """Return what followed the longest suffix found in the row, then in the other sources."""
+        for source, tokens in zip(self._rows, self.call.sequences.tokens, strict=True):
             source.extend(tokens[source.indexed :])
-        bounds = self._length.bounds(sequences.room)
+        bounds = self._length.bounds(room)
         self._found = [self._search(row, bound) for row, bound in enumerate(bounds)]
         return self._found
 
-    def cut(self, found: list[Found], sequences: Sequences) -> list[int]:
+    def cut(self, found: list[Continuations]) -> list[int]:
         """Return how many tokens of what was found each row should copy when nothing else is drafted."""
-        return self._length.cut([one.length for one in found], [one.rate for one in found], sequences.remaining)
+        lengths = [continuations.length for continuations in found]
+        rates = [continuations.rate for continuations in found]
+        return self._length.cut(lengths, rates, self.call.sequences.remaining)
 
-    @property
-    def adapts(self) -> bool:
-        """Tell whether lengths follow what pays."""
-        return self._length.schedule == "adaptive"
-
-    def copies(self, counts: Sequence[int], device: torch.device, branches: int | None = None) -> Draft:
-        """Return the draft of the first ``counts[r]`` tokens of what was found; ``branches`` of 1 leaves the others."""
+    def copies(self, counts: Sequence[int], branches: bool = True) -> Draft:
+        """Return the draft of the first ``counts[r]`` tokens of what was found."""
+        device = self.call.device
         drafts = [[text[:count] for text in found.texts] for found, count in zip(self._found, counts, strict=True)]
-        if (branches or self.branches) == 1:
+        if not branches or self.branches == 1:
             return Draft.from_lists([texts[0] for texts in drafts], device)
         return merge([texts if texts[0] else [] for texts in drafts], device)
 
@@ -166,11 +158,14 @@ class PromptLookup(Drafter):
                 matched = next((i for i in range(known) if texts[0][i] != tokens[i]), known)
                 rate.observe(matched, min(known, matched + 1))
 
-    def _search(self, row: int, bound: int) -> Found:
+    def _priors(self) -> list[Rate]:
+        return [Rate(*_PRIORS[min(n, len(_PRIORS)) - 1]) for n in range(1, self.max_ngram + 1)]
+
+    def _search(self, row: int, bound: int) -> Continuations:
         """Look for the longest suffix of a row."""
         text = self._rows[row].tokens
         sources = [self._rows[row], *self._corpus]
-        if self.other_rows:
+        if self.reads_other_rows:
             sources[1:1] = [source for other, source in enumerate(self._rows) if other != row]
         if bound > 0:
             for n in range(min(self.max_ngram, len(text)), self.min_ngram - 1, -1):
@@ -178,8 +173,8 @@ class PromptLookup(Drafter):
                 for source in sources:
                     places = source.find(n, suffix)
                     if places:
-                        return Found(self._rates[row][n - 1], [source.read(place, bound) for place in places])
-        return Found(self._rates[row][0], [[]])
+                        return Continuations(self._rates[row][n - 1], [source.read(place, bound) for place in places])
+        return Continuations(self._rates[row][0], [[]])
 
 
 def merge(rows: list[list[list[int]]], device: torch.device) -> Draft:
@@ -197,4 +192,9 @@ def merge(rows: list[list[list[int]]], device: torch.device) -> Draft:
     width = max(map(len, tokens))
     filled = [row + [-1] * (width - len(row)) for row in parents]  # unused places hang on the root
     block = Draft.from_lists(tokens, device)
-    return Draft(block.tokens, Tree(torch.tensor(filled, device=device).view(len(rows), width)), block.n_valid)
+    tree = Tree(
+        torch.tensor(filled, device=device).view(len(rows), width),
+        deepest=max((len(text) for texts in rows for text in texts), default=0),
+        widest=max(1, *map(len, rows)),
+    )
+    return Draft(block.tokens, tree, block.n_valid)

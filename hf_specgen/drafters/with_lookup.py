@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -12,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specgen.drafters.prompt_lookup import Found, PromptLookup
-from hf_specgen.drafting.drafter import Drafter
+from hf_specgen.drafters.prompt_lookup import PromptLookup
+from hf_specgen.drafting.copier import Continuations, CopyingDrafter
+from hf_specgen.drafting.drafter import Call, Drafter, Reads, Session
 from hf_specgen.errors import SpecGenError
 from hf_specgen.round.costs import Costs, Rate
 from hf_specgen.round.records import DenseQ, Draft, Round, SparseQ, Tree
-from hf_specgen.round.sequences import Sequences
 
 _PAUSE = 16  # rounds without a draft of the other drafter until its rates are forgotten; doubled each time
 _DEPTH = 4  # what is assumed of its drafts before the first one
@@ -36,16 +35,15 @@ class WithLookup(Drafter):
     Raises: ``SpecGenError`` for something else than a drafter, or one that copies already.
     """
 
-    def __init__(self, drafter: Drafter, lookup: PromptLookup | None = None) -> None:
+    def __init__(self, drafter: Drafter, lookup: CopyingDrafter | None = None) -> None:
         given: object = drafter  # a plain model, now and then
-        if not isinstance(given, Drafter) or isinstance(given, PromptLookup | WithLookup):
+        if not isinstance(given, Drafter) or isinstance(given, CopyingDrafter | WithLookup):
             raise SpecGenError(
                 f"WithLookup({type(drafter).__name__}): a drafter that does not copy is required, such as "
                 "load_drafter(...) or SmallModel(small_causal_lm)."
             )
         self.drafter = drafter
-        self.lookup = lookup if lookup is not None else PromptLookup()
-        self.hidden_layers = drafter.hidden_layers
+        self.lookup = PromptLookup() if lookup is None else lookup
 
     @property
     def title(self) -> str:
@@ -57,80 +55,84 @@ class WithLookup(Drafter):
         """Tell whether the other drafter draws."""
         return self.drafter.draws
 
-    @property
-    def draft_cost(self) -> float:
-        """Return the other drafter's cost."""
-        return self.drafter.draft_cost
+    def reads(self, model: PreTrainedModel) -> Reads:
+        """Return what the other drafter reads: copying reads nothing."""
+        return self.drafter.reads(model)
 
-    def attach(self, model: PreTrainedModel) -> None:
-        """Attach both."""
-        self.lookup.attach(model)
-        self.drafter.attach(model)
-        self.hidden_layers = self.drafter.hidden_layers  # some are known only now
-
-    def for_call(self, model: PreTrainedModel) -> WithLookup:
-        """Return a copy around what the two draft with in this call."""
-        call = copy(self)
-        call.lookup, call.drafter = self.lookup.for_call(model), self.drafter.for_call(model)
-        call.hidden_layers = call.drafter.hidden_layers
-        return call
-
-    def begin(self, sequences: Sequences) -> None:
+    def begin(self, call: Call) -> LookupMixSession:
         """Begin both.
 
         Raises: as they do, and ``SpecGenError`` for copies from other rows while tokens are drawn.
         """
-        self._drawn = self.draws and not sequences.greedy and sequences.rule != "gumbel"
-        if self._drawn and self.lookup.other_rows:
+        return LookupMixSession(self, call)
+
+
+class LookupMixSession(Session):
+    """Settle in every round of one call who copies, and let the other drafter draft for the rest."""
+
+    def __init__(self, mix: WithLookup, call: Call) -> None:
+        self.call = call
+        self._drawn = mix.draws and not call.sequences.greedy and call.rule != "gumbel"
+        self.lookup = mix.lookup.begin(call)
+        if self._drawn and self.lookup.reads_other_rows:
             raise SpecGenError(
                 "WithLookup got a lookup with other_rows=True and a drafter that draws its tokens: a row's text would "
                 "depend on its neighbours. Use other_rows=False, sample=False, or rule='gumbel'."
             )
-        self.lookup.begin(sequences)
-        self.drafter.begin(sequences)
-        self._costs = replace(self.lookup.costs or sequences.costs, draft=self.drafter.draft_cost)
-        rows = range(len(sequences))
+        self.other = mix.drafter.begin(call)
+        own_costs = mix.lookup.costs
+        self._costs = replace(own_costs or call.costs, draft=self.other.draft_cost)
+        rows = range(call.rows)
         if self._drawn:  # what is drawn depends on who drafts, and the neighbours must not settle that
             self.lookup.part_rows()
-        self._groups = [_Group([row]) for row in rows] if self._drawn else [_Group(list(rows))]
+            self._groups = [_Group([row]) for row in rows]
+        else:
+            self._groups = [_Group(list(rows))]
         self._copied: list[bool] | None = None
 
-    def propose(self, sequences: Sequences) -> Draft:
+    @property
+    def draft_cost(self) -> float:
+        """Return the other drafter's cost."""
+        return self.other.draft_cost
+
+    def propose(self, room: list[int]) -> Draft:
         """Settle who copies, ask the other drafter about the rest, and put both into one draft."""
-        found, room, remaining = self.lookup.search(sequences), sequences.room, sequences.remaining
-        counts, asked = [0] * len(found), [False] * len(found)
+        found = self.lookup.search(room)
+        remaining = self.call.sequences.remaining
+        counts = [0] * len(found)
+        asked = [False] * len(found)
         for group in self._groups:
             for row, (count, asks) in zip(group.rows, self._settle(group, found, remaining, room), strict=True):
-                counts[row], asked[row] = count, asks
-        device = sequences.prompt.device
-        silent = [row for row, asks in enumerate(asked) if not asks]
-        # asked about no row at all it drafts nothing, but reads what waits when there is too much of it
-        other = self.drafter.propose(sequences.without_room(silent) if silent else sequences)
+                counts[row] = count
+                asked[row] = asks
+        # asked about no row at all the other one drafts nothing, but reads what waits when there is too much of it
+        other = self.other.propose([space if asks else 0 for space, asks in zip(room, asked, strict=True)])
         if not self._drawn:
-            counts = self._revised(counts, asked, other, found, sequences)
+            counts = self._revised(counts, asked, other.offered, found)
         self._copied = [count > 0 for count in counts]
         if not any(counts):
             return other
-        copies = self.lookup.copies(counts, device, 1 if self._drawn else None)
-        if not other.width or not any(asked):
-            law = _certain(copies.tokens, sequences.vocab_size) if self._drawn else None
+        copies = self.lookup.copies(counts, branches=not self._drawn)
+        vocab = self.call.sequences.vocab_size
+        if not other.width or not any(asked):  # scouts rest with their drafter
+            law = _certain(copies.tokens, vocab) if self._drawn else None
             return replace(copies, q=law, broken=other.broken)
-        return _merged(copies, other, self._copied, sequences.vocab_size)
+        return with_scouts(_merged(copies, other.offered, self._copied, vocab), other)
 
     def observe(self, round: Round) -> None:
         """Show the round to both; a row's acceptance teaches only the one that drafted it."""
         copied = self._copied
         if copied is None:  # round zero
             self.lookup.observe(round)
-            self.drafter.observe(round)
+            self.other.observe(round)
             return
         for group in self._groups:
             group.observe(round, copied)
         self.lookup.observe(_Part.of(round, copied))
-        self.drafter.observe(_Part.of(round, [not copies for copies in copied]))
+        self.other.observe(_Part.of(round, [not copies for copies in copied]))
 
     def _settle(
-        self, group: _Group, found: list[Found], remaining: list[int], room: list[int]
+        self, group: _Group, found: list[Continuations], remaining: list[int], room: list[int]
     ) -> list[tuple[int, bool]]:
         """Return for the rows of a group how many tokens each copies, and whether the other drafter is asked."""
         mine = [found[row] for row in group.rows]
@@ -146,12 +148,10 @@ class WithLookup(Drafter):
         group.asked = any(asks for _, asks in plan)
         return plan
 
-    def _revised(
-        self, counts: list[int], asked: list[bool], other: Draft, found: list[Found], sequences: Sequences
-    ) -> list[int]:
+    def _revised(self, counts: list[int], asked: list[bool], other: Draft, found: list[Continuations]) -> list[int]:
         """Copy more where the other drafter drafts nothing now, and where its drafts widen the pass anyway."""
         if not other.width:
-            return self.lookup.cut(found, sequences) if any(asked) else counts
+            return self.lookup.cut(found) if any(asked) else counts
         if not self.lookup.adapts:
             return counts
         return [
@@ -205,8 +205,7 @@ def _plan(
 
     def gain(tokens: list[float], width: int, drafts: bool) -> float:
         more = sum(value * count for value, count in zip(worth, tokens, strict=True))
-        spent = costs.draft * group.depth if drafts else 0.0
-        return (rows + more) / (costs.forward(rows, width) / costs.forward(rows, 0) + spent)
+        return costs.gain(more, rows, width, costs.draft * group.depth if drafts else 0.0)
 
     best = [(0, space > 0) for space in room]
     if not widths:
@@ -249,7 +248,7 @@ class _Part(Round):
             return round
         marks = torch.tensor(mine, device=round.draft.n_valid.device)
         draft = replace(round.draft, n_valid=round.draft.n_valid * marks)
-        return cls(draft, round.verdict, round.hidden, round, tuple(mine))
+        return cls(draft, round.verdict, round.hidden, round.guesses, round, tuple(mine))
 
     @cached_property
     def host(self) -> list[list[int]]:
@@ -271,11 +270,44 @@ def _merged(copies: Draft, other: Draft, copied: list[bool], vocab: int) -> Draf
     tokens = chosen(copies.tokens, other.tokens, 0)
     tree = Tree.chain(width, device)
     if not (copies.tree.is_chain and other.tree.is_chain):  # unused places hang on the root
-        tree = Tree(chosen(copies.tree.parents, other.tree.parents, -1))
+        tree = Tree(
+            chosen(copies.tree.parents, other.tree.parents, -1),
+            deepest=_larger(copies.tree.deepest, other.tree.deepest),
+            widest=_larger(copies.tree.widest, other.tree.widest),
+        )
     n_valid = torch.where(marks, copies.n_valid, other.n_valid)
     rows = torch.tensor([row for row, copies in enumerate(copied) if copies], device=device)
     law = None if other.q is None else _with_copies(other.q, _known(tokens, vocab), rows, vocab)
     return Draft(tokens, tree, n_valid, law, other.without_replacement, other.broken)
+
+
+def with_scouts(offer: Draft, scouting: Draft) -> Draft:
+    """Put the scouts of one draft behind the nodes of another, which offers what the first one offers at least.
+
+    Scouts may hang on nodes of their own draft: these must stand in the same columns of ``offer``. In rows that copy
+    other tokens stand there, and what the target thinks behind scouts means less; it is never wrong to look.
+    """
+    count = scouting.scouts
+    if not count:
+        return offer
+    start = scouting.width - count
+    moved = offer.width - start
+    parents = scouting.tree.parents[:, start:]
+    parents = torch.where(parents >= start, parents + moved, parents)
+    rows = max(len(parents), len(offer.tree.parents))
+    links = torch.cat([offer.tree.parents.expand(rows, -1), parents.expand(rows, -1)], 1)
+    tokens = torch.cat([offer.tokens, scouting.tokens[:, start:]], 1)
+    is_chain = scouting.tree.is_chain and not moved
+    deepest = None if offer.tree.deepest is None else offer.tree.deepest + count
+    tree = Tree(links, is_chain, deepest, offer.tree.widest)  # scouts are nobody's children in the verdict
+    return replace(offer, tokens=tokens, tree=tree, scouts=count)
+
+
+def _larger(first: int | None, second: int | None) -> int | None:
+    """Return the larger of two bounds, None where one is not known."""
+    if first is None or second is None:
+        return None
+    return max(first, second)
 
 
 def _certain(tokens: Tensor, vocab: int) -> SparseQ:

@@ -7,27 +7,26 @@ and pair i foretells token i + 2. Pairs of accepted tokens are always fed again 
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from hf_specgen import ops
 from hf_specgen.checkpoints.config import DrafterConfig
-from hf_specgen.drafting.drafter import DraftLength, Pace, warn_shallow
-from hf_specgen.drafting.fill import Grower, Laws, Plan, check_confidence, check_drawn, check_shape
+from hf_specgen.drafting.borrowed import TargetParts
+from hf_specgen.drafting.drafter import Call
+from hf_specgen.drafting.fill import Level, LevelModel, LevelSession
 from hf_specgen.drafting.layers import Masks, Rotary
 from hf_specgen.drafting.learned import LearnedDrafter
+from hf_specgen.drafting.lengths import DraftSettings, Habits
 from hf_specgen.drafting.pair_cache import PairCache
-from hf_specgen.drafting.shapes import DynamicShape, Shape, StaticShape, depth_of, parse_shape
-from hf_specgen.errors import IncompatibleDrafter, SpecGenError
+from hf_specgen.drafting.shapes import DynamicShape, Shape, StaticShape
+from hf_specgen.errors import IncompatibleDrafter
 from hf_specgen.models.facts import LAYER_OVERHEAD, TOKEN_OVERHEAD
 from hf_specgen.models.slot_cache import SlotCache
-from hf_specgen.round.costs import Costs, Rate
-from hf_specgen.round.records import DenseQ, Draft, Round, Tree, spread
-from hf_specgen.round.sequences import Sequences
+from hf_specgen.round.records import Round
 
-_DEEPEST = 8
+_LONGEST = 8
 _CONSTANT = 4
 _MOST_PENDING = 256  # columns of hidden states that wait while the drafter rests
 
@@ -50,180 +49,136 @@ class FeatureDrafter(LearnedDrafter):
         """Make features ``(B, S, H)`` of the target's ``hidden_layers``, one ``(B, S, D)`` each."""
 
     @abstractmethod
-    def step(self, tokens: Tensor, features: Tensor, positions: Tensor, mask: Masks, cache: SlotCache | None) -> Tensor:
+    def step(
+        self, embedded: Tensor, features: Tensor, positions: Tensor, mask: Masks, cache: SlotCache | None
+    ) -> Tensor:
         """Run the layers over pairs and return what is fed back as the next features, ``(B, S, H)``.
 
-        Shapes: ``tokens (B, S)`` target ids, ``features (B, S, H)``, ``positions (B or 1, S)``, ``mask`` bool
-        ``(B or 1, 1, S, T)``, or one for each kind of layer.
+        Shapes: ``embedded (B, S, H)`` as ``embed`` returns them, ``features (B, S, H)``, ``positions (B or 1, S)``,
+        ``mask`` bool ``(B or 1, 1, S, T)``, or one for each kind of layer.
         """
 
     @abstractmethod
-    def logits(self, states: Tensor) -> Tensor:
-        """Return logits over the drafter's ids ``(B, S, V_draft)`` of what ``step`` returned."""
+    def logits(self, states: Tensor, parts: TargetParts | None = None) -> Tensor:
+        """Return logits over the drafter's ids ``(B, S, V_draft)`` of what ``step`` returned.
 
-    def to_target(self, ids: Tensor) -> Tensor:
-        """Return the target's ids of the drafter's; negative ones stay."""
-        offsets = self._buffers.get("d2t")
-        return ids if offsets is None else torch.where(ids < 0, ids, ids + offsets[ids.clamp(min=0)])
+        ``parts``: what is borrowed of the target, by default of the one that was attached.
+        """
 
-    @property
-    def draws(self) -> bool:
-        """Tell whether ``config.sample`` asks for drawn tokens."""
-        return self.config.sample
-
-    @property
-    def draft_cost(self) -> float:
-        """Return what one level of a draft costs, in plain steps."""
-        return self.session.costs.draft
-
-    def begin(self, sequences: Sequences) -> None:
+    def begin(self, call: Call) -> FeatureSession:
         """Start with empty rows; the prompt's features come with round zero.
 
         Raises: ``IncompatibleDrafter`` on another device than the target's, ``SpecGenError`` for a dynamic tree of
         drawn tokens or a threshold for trees.
         """
-        self._session = None
-        device = self.parts.device
+        parts = self.parts_of(call.target.model)
         mine = next(self.parameters()).device
-        if mine != device:
+        if mine != parts.device:
             raise IncompatibleDrafter(
-                f"the drafter is on {mine} and the target's embedding on {device}: one device is required. Call "
-                f"drafter.to({str(device)!r})."
+                f"the drafter is on {mine} and the target's embedding on {parts.device}: one device is required. Call "
+                f"drafter.to({str(parts.device)!r})."
             )
-        self.keep_session(Session(self, sequences), sequences)
+        return FeatureSession(self, parts, call)
 
-    def propose(self, sequences: Sequences) -> Draft:
-        """Read the target's features of what was accepted, then draft for the rows that are not finished."""
-        return self.session.propose(sequences)
+    def habits(self, call: Call, parts: TargetParts) -> Habits:
+        """Return how the drafter drafts where nobody asks for anything else."""
+        config = self.config
+        chain = StaticShape.chain(_LONGEST)
+        on_cpu = call.device.type == "cpu"
+        usual: Shape = chain if on_cpu or config.sample or not ops.has_doubles(call.device) else DynamicShape()
+        return Habits(
+            title=self.title,
+            usual=usual,
+            longest=_LONGEST,
+            constant=_CONSTANT,
+            level_cost=self._level_cost(call, parts),
+            tree=config.tree,
+            num_tokens=config.num_tokens,
+            confidence=self.confidence,
+            sample=config.sample,
+            costs=self.costs,
+        )
 
-    def observe(self, round: Round) -> None:
-        """Keep the target's features, and learn how often drafts are accepted."""
-        self.session.observe(round)
-
-    @property
-    def session(self) -> Session:
-        """Return what the running call keeps. Raises: ``SpecGenError`` when there is none."""
-        if not isinstance(self._session, Session):
-            raise SpecGenError(f"{type(self).__name__} drafts inside generate() only: begin() comes first.")
-        return self._session
+    def _level_cost(self, call: Call, parts: TargetParts) -> float:
+        """Return the cost of one drafted token relative to one plain step of the target, by the weights both read."""
+        sizes = {name: parameter.numel() for name, parameter in self.named_parameters()}
+        read = sum(size for name, size in sizes.items() if not name.startswith("embed_tokens"))
+        if not any(name.startswith("lm_head") for name in sizes):
+            read += parts.head_size
+        read += LAYER_OVERHEAD * self.config.num_hidden_layers + TOKEN_OVERHEAD
+        return max(0.03, read / max(1, call.sequences.target_size))
 
 
-class Session:
-    """Keep what one ``generate()`` needs: pairs, shape, pace."""
+class FeatureSession(LevelSession):
+    """Draft for one call with pairs of the target's features."""
 
-    def __init__(self, drafter: FeatureDrafter, sequences: Sequences) -> None:
-        rows, device = len(sequences), sequences.prompt.device
+    model: FeatureLevels
+
+    def __init__(self, drafter: FeatureDrafter, parts: TargetParts, call: Call) -> None:
+        settings = DraftSettings(call, drafter.habits(call, parts))
+        super().__init__(call, FeatureLevels(drafter, parts, call), settings)
+
+
+class FeatureLevels(LevelModel):
+    """Run an EAGLE-like drafter over the pairs of one call, with what it borrows of that call's target."""
+
+    def __init__(self, drafter: FeatureDrafter, parts: TargetParts, call: Call) -> None:
         self.drafter = drafter
-        self.costs = drafter.costs or replace(sequences.costs, draft=_share(drafter, sequences))
-        self.shape, self.pace, self._deepest = _choose(drafter, sequences, self.costs)
-        asked = sequences.request.confidence
-        self.confidence = (asked if asked is not None else drafter.confidence) or 0.0
-        check_confidence(self.confidence, self.pace is not None)
-        reserve = max(sequences.lengths) + sequences.budget + 1
-        self.pairs = PairCache(drafter, drafter.layer_config, rows, device, reserve)
-        self._ids = drafter.target_ids
-        self._plans: dict[int, Plan] = {}
-        self._prompt: list[int] | None = list(sequences.lengths)
+        self.parts = parts
+        self.target_ids = drafter.target_ids
+        self._sequences = call.sequences
+        reserve = max(call.sequences.lengths) + call.sequences.budget + 1
+        self.pairs = PairCache(self, drafter.layer_config, call.rows, call.device, reserve)
+        self._prompt: list[int] | None = list(call.sequences.lengths)
+        self._states = torch.empty(0)
 
-    def propose(self, sequences: Sequences) -> Draft:
-        """Draft one round."""
-        self.pairs.keep(sequences.finished)
-        live = self.pairs.live
-        every = self._wanted(sequences)
-        wanted = [every[row] for row in live]
-        texts = [sequences.tokens[row] for row in live]
-        if not any(wanted):
-            if self.pairs.pending > _MOST_PENDING:
-                self.pairs.read(texts)
-                self.pairs.settle()
-            return Draft.empty(len(sequences), sequences.prompt.device)
-        laws = Laws(sequences, live, self.drafter.config.sample, self._ids)
-        grower = Grower(self.drafter, self.pairs, laws)
-        if isinstance(self.shape, DynamicShape):
-            deepest = min(self.shape.depth, max(wanted))
-            states = self.pairs.read(texts, spare=(deepest - 1) * self.shape.top_k)
-            left = [sequences.remaining[row] for row in live]
-            draft = grower.dynamic(self.shape, states, wanted, self.costs, left)
-        else:
-            plan = self._plan(self.shape, max(wanted))
-            states = self.pairs.read(texts, spare=len(plan.shape.internal))
-            draft = grower.fixed(plan, states, wanted, self.confidence)
+    def fuse(self, hidden: tuple[Tensor, ...]) -> Tensor:
+        """Make features of the target's hidden states, see ``FeatureDrafter.fuse``."""
+        return self.drafter.fuse(hidden)
+
+    def step(self, tokens: Tensor, features: Tensor, positions: Tensor, mask: Masks, cache: SlotCache | None) -> Tensor:
+        """Run the layers over pairs of ``tokens (R, S)`` and features, see ``FeatureDrafter.step``."""
+        return self.drafter.step(self.drafter.embed(tokens, self.parts), features, positions, mask, cache)
+
+    def keep(self, finished: list[bool]) -> None:
+        """Drop finished rows."""
+        self.pairs.keep(finished)
+
+    def rest(self) -> None:
+        """Read what waits when there is too much of it."""
+        if self.pairs.pending > _MOST_PENDING:
+            self.pairs.read(self._texts())
+            self.pairs.settle()
+
+    def start(self, wanted: list[int], nodes: int) -> list[int]:
+        """Read every true pair; the newest one becomes the root."""
+        self._states = self.pairs.read(self._texts(), spare=nodes)
+        return self.pairs.live
+
+    def laws(self, depth: int) -> Tensor:
+        """Return what the head says of the newest states."""
+        return self.drafter.logits(self._states, self.parts)
+
+    def advance(self, level: Level) -> None:
+        """Run drafted pairs: a node's token beside its parent's state."""
+        self._states = self.pairs.run(level.tokens, level.of_parents(self._states), level.tree)
+
+    def finish(self) -> None:
+        """Forget the drafted pairs."""
         self.pairs.settle()
-        return _spread(draft, live, len(sequences), isinstance(self.shape, DynamicShape))
 
     def observe(self, round: Round) -> None:
         """Take a round's features: of the whole prompt in round zero, else of root and accepted path."""
         if self._prompt is not None:
             width = round.hidden[0].shape[1]
-            self.pairs.add(round.hidden, [width - length for length in self._prompt], self._prompt)
+            starts = [width - length for length in self._prompt]
+            self.pairs.add(round.hidden, starts, self._prompt)
             self._prompt = None
             return
         counts = [len(path) + 1 for path in round.paths]
         longest = max(counts)
-        self.pairs.add(tuple(layer[:, :longest] for layer in round.hidden), [0] * len(counts), counts)
-        if self.pace is not None:
-            self.pace.observe(round)
+        hidden = tuple(layer[:, :longest] for layer in round.hidden)
+        self.pairs.add(hidden, [0] * len(counts), counts)
 
-    def _wanted(self, sequences: Sequences) -> list[int]:
-        """Return how deep every row of the batch drafts."""
-        if self.pace is not None:
-            return self.pace.wanted(sequences.room, sequences.remaining)
-        return [min(room, self._deepest) for room in sequences.room]
-
-    def _plan(self, shape: StaticShape, depth: int) -> Plan:
-        if depth not in self._plans:
-            cut = shape.cut(depth) if self.pace is None else StaticShape.chain(depth)
-            self._plans[depth] = Plan(cut, self.drafter.parts.device)
-        return self._plans[depth]
-
-
-def _choose(drafter: FeatureDrafter, sequences: Sequences, costs: Costs) -> tuple[Shape, Pace | None, int]:
-    """Settle the shape of the drafts, the pace of a chain, and how deep a tree may go."""
-    config, request = drafter.config, sequences.request
-    chain = StaticShape.chain(_DEEPEST)
-    device = sequences.prompt.device
-    usual = chain if device.type == "cpu" or config.sample or not ops.has_doubles(device) else DynamicShape()
-    shape = parse_shape(config.tree, usual)
-    check_shape(shape, device)
-    draws = config.sample and not sequences.greedy
-    if draws:
-        check_drawn(shape, sequences.rule)
-    if isinstance(shape, StaticShape) and shape.is_chain and not any(shape.ranks):
-        if draws and request.schedule is None and sequences.rule != "gumbel":
-            request = replace(request, schedule="constant")  # what is drawn depends on the length: neighbours no
-        own = config.num_tokens if shape is chain or config.num_tokens else len(shape)
-        default = _CONSTANT if request.schedule == "constant" else _DEEPEST
-        length = DraftLength.choose(request, own, default, costs)
-        length.begin(len(sequences))
-        return shape, Pace(length, Rate(0.6, 0.7)), 0
-    depth = depth_of(shape)
-    asked = request.num_tokens if request.num_tokens is not None else config.num_tokens
-    if asked is not None:
-        length = DraftLength.choose(replace(request, schedule=None), asked, asked, costs)
-        warn_shallow(drafter.title, length.num_tokens, depth, f"its tree (tree={config.tree!r}) is no deeper")
-        depth = min(depth, length.num_tokens)
-    return shape, None, depth
-
-
-def _share(drafter: FeatureDrafter, sequences: Sequences) -> float:
-    """Return what drafting a token costs, in plain steps: what is read for it and its layers, over the target's."""
-    sizes = {name: parameter.numel() for name, parameter in drafter.named_parameters()}
-    read = sum(size for name, size in sizes.items() if not name.startswith("embed_tokens"))
-    if not any(name.startswith("lm_head") for name in sizes):
-        read += drafter.parts.head_size
-    read += LAYER_OVERHEAD * drafter.config.num_hidden_layers + TOKEN_OVERHEAD
-    return max(0.03, read / max(1, sequences.target_size))
-
-
-def _spread(draft: Draft, live: list[int], rows: int, per_row: bool) -> Draft:
-    """Return the draft of the whole batch: finished rows get no nodes. ``per_row``: every row has its own tree."""
-    if len(live) == rows:
-        return draft
-    place = torch.tensor(live, device=draft.tokens.device)
-    tree, q = draft.tree, draft.q
-    if per_row:
-        tree = Tree(tree.parents.new_full((rows, len(tree)), -1).index_copy_(0, place, tree.parents))
-    if isinstance(q, DenseQ):
-        q = DenseQ(spread(q.logits, place, rows))
-    tokens, n_valid = (spread(part, place, rows) for part in (draft.tokens, draft.n_valid))
-    return replace(draft, tokens=tokens, tree=tree, n_valid=n_valid, q=q)
+    def _texts(self) -> list[list[int]]:
+        return [self._sequences.tokens[row] for row in self.pairs.live]

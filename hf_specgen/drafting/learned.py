@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import tempfile
 import warnings
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -25,13 +25,12 @@ from hf_specgen.checkpoints.formats.base import Checkpoint, ReadOptions, layout_
 from hf_specgen.checkpoints.formats.shortlist import shortened
 from hf_specgen.checkpoints.opening import Opened, Report, open_checkpoint
 from hf_specgen.drafting.borrowed import TargetParts
-from hf_specgen.drafting.drafter import Drafter, missing
-from hf_specgen.drafting.shapes import StaticShape, parse_shape
+from hf_specgen.drafting.drafter import Drafter, Reads, missing
+from hf_specgen.drafting.shapes import StaticShape, in_target_ids, parse_shape
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError, reason_of
 from hf_specgen.models.facts import TargetFacts, holds_numbers
 from hf_specgen.models.wrappers import bare, input_device
 from hf_specgen.round.costs import Costs
-from hf_specgen.round.sequences import Sequences
 
 _EMBEDDING = "embed_tokens.weight"
 _ROWS = 4096  # of an embedding that are compared at once
@@ -94,6 +93,8 @@ class LearnedDrafter(PreTrainedModel, Drafter):
     base_model_prefix = ""
     main_input_name = "input_ids"
     method: ClassVar[str]
+    hidden_layers: tuple[int, ...] = ()
+    """Which of the target's hidden states the drafter reads, see ``Reads.hidden``."""
 
     report: Report | None
     """What was found and decided when the drafter was loaded; None for a new one."""
@@ -102,7 +103,7 @@ class LearnedDrafter(PreTrainedModel, Drafter):
         super().__init__(config)
         check_drafts(config)
         self._parts: TargetParts | None = None
-        self._session: object | None = None
+        self._borrowed: WeakKeyDictionary[PreTrainedModel, TargetParts] = WeakKeyDictionary()
         self.costs: Costs | None = None
         self.confidence: float | None = None
         self.report = None
@@ -114,8 +115,13 @@ class LearnedDrafter(PreTrainedModel, Drafter):
         return super().__getattr__(name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the target out: copies and pickles of a drafter never hold it, they take it again when they draft."""
-        return {**self.__dict__, "_parts": None, "_session": None}
+        """Leave targets out: copies and pickles of a drafter never hold them, they borrow again when they draft."""
+        return {**self.__dict__, "_parts": None, "_borrowed": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Borrow nothing yet."""
+        super().__setstate__(state)
+        self._borrowed = WeakKeyDictionary()
 
     @property
     def parts(self) -> TargetParts:
@@ -138,37 +144,49 @@ class LearnedDrafter(PreTrainedModel, Drafter):
         offsets = self._buffers.get("d2t")
         return None if offsets is None else offsets + torch.arange(len(offsets), device=offsets.device)
 
+    def to_target(self, picks: Tensor) -> Tensor:
+        """Return the target's ids of the drafter's; absent ones stay absent."""
+        return in_target_ids(picks, self.target_ids)
+
     def get_input_embeddings(self) -> None:
         """Return None: sharding must leave the embedding with the whole, which reads its weight."""
 
     def get_output_embeddings(self) -> None:
         """Return None, for the same reason."""
 
-    def attach(self, model: nn.Module) -> None:
-        """Check that the target fits and borrow its embedding and head; the loop calls it before the first token.
+    def reads(self, model: PreTrainedModel) -> Reads:
+        """Return the hidden states that the drafter reads of a target. Raises and warns as ``attach`` does."""
+        return Reads(hidden=self.boundaries(self.parts_of(model).facts))
 
+    def boundaries(self, facts: TargetFacts | None) -> tuple[int, ...]:
+        """Return the boundaries of a target whose hidden states the drafter reads."""
+        return self.hidden_layers
+
+    def attach(self, model: nn.Module) -> None:
+        """Keep what is borrowed of a target, for training and for the calls on it.
+
+        Calls of ``generate()`` need no attaching: each borrows from its own target.
         Raises: ``IncompatibleDrafter`` for other sizes. Warns: when the fingerprint is another target's.
         """
-        model = bare(model)
+        self._parts = self.parts_of(bare(model))
+
+    def parts_of(self, model: PreTrainedModel) -> TargetParts:
+        """Return what the drafter borrows of a target; kept beside the target's own life, so that it is taken once.
+
+        Raises and warns as ``attach`` does.
+        """
         ids = None if self.config.own_head else self.target_ids
-        if self._parts is not None and self._parts.belong_to(model, ids):
-            return
+        kept = self._borrowed.get(model)
+        if kept is not None and kept.belong_to(model, ids):
+            return kept
         parts = TargetParts.of(model)
         self.check_target(parts.facts)
-        self._parts = parts.narrowed(ids)
+        self.check_backbone(model)
+        self._borrowed[model] = parts.narrowed(ids)
+        return self._borrowed[model]
 
-    def for_call(self, model: PreTrainedModel) -> LearnedDrafter:
-        """Attach, and return a shallow copy: the weights are the same, what belongs to the call is its own."""
-        self.attach(model)
-        call = copy.copy(self)
-        call._parts = self._parts
-        call.attach(model)  # another thread may have attached another target meanwhile
-        return call
-
-    def keep_session(self, session: object, sequences: Sequences) -> None:
-        """Hold what belongs to a call until its ``sequences`` go: finished or interrupted, it leaves nothing behind."""
-        self._session = session
-        weakref.finalize(sequences, _forget, weakref.ref(self), weakref.ref(session))
+    def check_backbone(self, model: PreTrainedModel) -> None:
+        """Refuse a target whose layers are not those that the drafter was trained with, where that matters."""
 
     def check_target(self, facts: TargetFacts) -> None:
         """Compare the sizes a drafter was made for with a target's. Raises and warns as ``attach`` does."""
@@ -181,18 +199,27 @@ class LearnedDrafter(PreTrainedModel, Drafter):
                 stacklevel=3,
             )
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Return token embeddings ``(..., H)``, the drafter's own or the target's raw rows; ids beyond it clamp."""
+    def embed(self, tokens: Tensor, parts: TargetParts | None = None) -> Tensor:
+        """Return token embeddings ``(..., H)``, the drafter's own or the target's raw rows; ids beyond it clamp.
+
+        ``parts``: what is borrowed of the target, by default of the one that was attached.
+        """
         own = self._modules.get("embed_tokens")
-        weight = cast(Tensor, own.weight) if own is not None else self.parts.embedding
+        if own is not None:
+            weight = cast(Tensor, own.weight)
+        else:
+            weight = (parts or self.parts).embedding
         return F.embedding(tokens.clamp(0, weight.shape[0] - 1), weight)
 
-    def score(self, states: Tensor) -> Tensor:
-        """Return logits over the drafter's vocabulary from normalised states: its own head, or the target's."""
+    def score(self, states: Tensor, parts: TargetParts | None = None) -> Tensor:
+        """Return logits over the drafter's vocabulary from normalised states: its own head, or the target's.
+
+        ``parts``: as in ``embed``.
+        """
         own = self._modules.get("lm_head")
         if own is not None:
             return cast(Tensor, own(states))
-        return self.parts.logits(states)
+        return (parts or self.parts).logits(states)
 
     def shortened(self: AnyLearned, ids: Tensor) -> AnyLearned:
         """Return a drafter that drafts only ``ids (n)``, target ids that the text is likely to hold; it reads less.
@@ -317,13 +344,6 @@ class LearnedDrafter(PreTrainedModel, Drafter):
                 create_pr=create_pr,
             )
         return str(done.commit_url)
-
-
-def _forget(drafter: weakref.ref[LearnedDrafter], session: weakref.ref[object]) -> None:
-    """Drop a session whose call is over."""
-    owner = drafter()
-    if owner is not None and owner._session is session():
-        owner._session = None
 
 
 def assemble(kind: type[AnyLearned], found: Checkpoint, dtype: torch.dtype, device: torch.device) -> AnyLearned:

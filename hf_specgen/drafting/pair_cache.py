@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 
 from hf_specgen.models.cached_model import staying
 from hf_specgen.models.slot_cache import SlotCache
+from hf_specgen.models.visibility import TreeVisibility
 from hf_specgen.round.records import Tree
 
 _CHUNK = 512  # columns one pass reads of a prompt: its mask has a row for each
@@ -33,7 +34,7 @@ class PairModel(Protocol):
 
 @dataclass(frozen=True)
 class _Block:
-    """Hold hidden states that were not read yet: ``counts[r]`` columns of row r of the batch from ``starts[r]`` on."""
+    """Hold hidden states that were not read yet: ``counts[r]`` columns of row r from ``starts[r]`` on."""
 
     hidden: tuple[Tensor, ...]
     starts: list[int]
@@ -43,7 +44,7 @@ class _Block:
 class PairCache:
     """Keep the true pairs of every unfinished row; drafted pairs stand behind them until the round is judged.
 
-    Pair i of a row is in slot i and at position i. ``live[p]`` names the row of the batch at place ``p``.
+    Pair i of a row is in slot i of its lane and at position i. ``live[lane]`` names the row.
     """
 
     def __init__(
@@ -51,9 +52,12 @@ class PairCache:
     ) -> None:
         self.cache = SlotCache(config, rows, device, reserve)
         self.live = list(range(rows))
-        self._model, self._rows, self._device = model, rows, device
+        self._model = model
+        self._rows = rows
+        self._device = device
         self._blocks: list[_Block] = []
-        self._held = self._spare = 0
+        self._held = 0
+        self._spare = 0
 
     @property
     def pending(self) -> int:
@@ -62,7 +66,7 @@ class PairCache:
 
     @property
     def owners(self) -> Tensor | None:
-        """Return the rows of the batch by place, None when all are there in order."""
+        """Return the row of every lane, None when all are there in order."""
         whole = len(self.live) == self._rows
         return None if whole else torch.tensor(self.live, device=self._device)
 
@@ -75,10 +79,10 @@ class PairCache:
         order = staying(self.live, finished)
         if len(order) < len(self.live):
             self.cache.keep(order)
-            self.live = [self.live[place] for place in order]
+            self.live = [self.live[lane] for lane in order]
 
     def read(self, texts: Sequence[Sequence[int]], spare: int = 0) -> Tensor:
-        """Read every pair that the texts of the live rows have and the cache lacks; the newest pair becomes the root.
+        """Read every pair that the texts of all lanes have and the cache lacks; the newest pair becomes the root.
 
         ``spare`` drafted pairs will follow. Returns: the state of the root ``(R, 1, H)``.
         """
@@ -163,4 +167,4 @@ class PairCache:
         if not bounded and tree.is_chain and held == len(tree) and min(lengths) == max(lengths):
             everything = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self._device)
             return {group.kind: everything.expand(-1, -1, -1, group.view) for group in groups}
-        return {kind: mask[:, :, held:] for kind, mask in self.cache.masks(tree).items()}
+        return self.cache.masks(TreeVisibility(tree))

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specgen.drafting.drafter import Drafter
+from hf_specgen.drafting.drafter import Call, Drafter, Reads, Session
 from hf_specgen.errors import SpecGenError
 from hf_specgen.round.costs import Costs
 from hf_specgen.round.records import Draft, Round
-from hf_specgen.round.sequences import Sequences
 
 Paths = tuple[tuple[int, ...], ...]
 Rates = Sequence[Sequence[float]]
@@ -175,33 +173,38 @@ class Measured(Drafter):
     """
 
     def __init__(self, inner: Drafter, paths: Paths) -> None:
-        self.inner, self.counts = inner, RankRates(paths)
-        self.hidden_layers = inner.hidden_layers
+        self.inner = inner
+        self.counts = RankRates(paths)
 
     @property
     def rates(self) -> Rates:
         """Return the rates seen so far, in all calls."""
         return self.counts.rates
 
-    def attach(self, model: PreTrainedModel) -> None:
-        """Do as the drafter does."""
-        self.inner.attach(model)
-        self.hidden_layers = self.inner.hidden_layers
+    def reads(self, model: PreTrainedModel) -> Reads:
+        """Return what the drafter reads."""
+        return self.inner.reads(model)
 
-    def for_call(self, model: PreTrainedModel) -> Measured:
-        """Return a copy around the drafter's own; the counts are those of all calls."""
-        self.attach(model)
-        call = copy(self)
-        call.inner = self.inner.for_call(model)
-        return call
-
-    def begin(self, sequences: Sequences) -> None:
+    def begin(self, call: Call) -> MeasuredSession:
         """Do as the drafter does."""
-        self.inner.begin(sequences)
+        return MeasuredSession(self.inner.begin(call), self.counts)
 
-    def propose(self, sequences: Sequences) -> Draft:
-        """Do as the drafter does."""
-        return self.inner.propose(sequences)
+
+class MeasuredSession(Session):
+    """Pass a session through, and count its rounds."""
+
+    def __init__(self, inner: Session, counts: RankRates) -> None:
+        self.inner = inner
+        self.counts = counts
+
+    @property
+    def draft_cost(self) -> float:
+        """Return the session's own cost."""
+        return self.inner.draft_cost
+
+    def propose(self, room: list[int]) -> Draft:
+        """Do as the session does."""
+        return self.inner.propose(room)
 
     def observe(self, round: Round) -> None:
         """Count the round and pass it on."""

@@ -15,7 +15,6 @@ from hf_specgen import ops
 from hf_specgen.drafting.sequoia import Paths, assumed_heads, best_paths
 from hf_specgen.errors import SpecGenError
 from hf_specgen.round.coins import DRAFT, CoinSource
-from hf_specgen.round.costs import Costs
 from hf_specgen.round.records import Tree
 
 NAMES = ("chain", "eagle", "medusa")
@@ -27,7 +26,7 @@ ABSENT = -1
 _EAGLE = ((4,), (3, 2, 2, 1), (3, 2, 2, 1), (3,), (2,))
 _MEDUSA_NODES = 63
 _STRIP = 128
-_NEVER = float("-inf")
+NEVER = float("-inf")
 
 
 @dataclass(frozen=True)
@@ -155,7 +154,8 @@ class StaticShape:
         """Return the tree; keep it for all rounds of a call, since its mask is made once."""
         if self.is_chain:
             return Tree.chain(len(self), device)
-        return Tree(torch.tensor([self.parents], device=device))
+        parents = torch.tensor([self.parents], device=device)
+        return Tree(parents, deepest=self.max_depth, widest=max(self.ranks) + 1)
 
     def n_valid(self, room: Tensor) -> Tensor:
         """Return how many nodes lie within ``room (B)`` tokens."""
@@ -173,7 +173,7 @@ class StaticShape:
         ranks = [self.ranks[node] for node in self.levels[depth - 1]]
         width = min(max(ranks) + 1, logits.shape[-1])
         scores, ids = top(logits, width)
-        ids = ids.masked_fill(scores == _NEVER, ABSENT)
+        ids = ids.masked_fill(scores == NEVER, ABSENT)
         if len(ranks) == 1 and width == max(ranks) + 1:  # a chain: no list travels to the device
             return ids[:, 0, -1:]
         picked = ids[:, self._slots(depth, logits.shape[1]), [min(rank, width - 1) for rank in ranks]]
@@ -183,7 +183,10 @@ class StaticShape:
 
     def laws(self, depth: int, scores: Tensor) -> Tensor:
         """Return the law that each node of a depth was drawn from, ``(B, n, V)``; ``scores`` as ``draw`` takes them."""
-        return scores[:, self._slots(depth, scores.shape[1])]
+        slots = self._slots(depth, scores.shape[1])
+        if slots == list(range(scores.shape[1])):  # no list travels to the device
+            return scores
+        return scores[:, slots]
 
     def draw(self, depth: int, scores: Tensor, coins: CoinSource) -> Tensor:
         """Draw the tokens ``(B, n)`` of a depth's nodes, siblings without replacement.
@@ -197,10 +200,13 @@ class StaticShape:
         """
         batch, _, vocab = scores.shape
         width, level, device = len(self.expanding(depth - 1)), self.levels[depth - 1], scores.device
+        rows = torch.arange(batch, device=device)
+        if len(level) == 1 and width == 1:  # a chain: no list travels to the device
+            token, spent = ops.draw(scores[:, 0], coins.uniform(rows, 0, DRAFT, sibling=level.start))
+            return token.masked_fill(spent, ABSENT).unsqueeze(1)
         slots, left = self._slots(depth, width), scores.expand(batch, width, vocab)
         places = [slots[:number].count(slot) for number, slot in enumerate(slots)]
         tokens = torch.full((batch, len(level)), ABSENT, device=device)
-        rows = torch.arange(batch, device=device)
         for place in range(max(places) + 1):
             mine = [number for number, at in enumerate(places) if at == place]
             parents = torch.tensor([slots[number] for number in mine], device=device)
@@ -211,7 +217,7 @@ class StaticShape:
             tokens[:, mine] = drawn.masked_fill(spent, ABSENT)
             if place < max(places):
                 left = left.clone() if place == 0 else left
-                left[rows[:, None], parents, drawn] = _NEVER
+                left[rows[:, None], parents, drawn] = NEVER
         return tokens
 
     def _slots(self, depth: int, width: int) -> list[int]:
@@ -311,114 +317,6 @@ def _whole(value: object) -> int:
         return -1
 
 
-class Growth:
-    """Keep the books of one dynamic tree a row, all on the device.
-
-    ``add`` takes the drafter's laws at the nodes it ran last (the root first) and names the nodes to run next; after
-    ``depth`` calls ``finish`` picks the nodes to draft. Node tokens are ids of the drafter's own vocabulary.
-    Source: Li et al. 2024, EAGLE-2, section 4.
-    """
-
-    def __init__(self, shape: DynamicShape) -> None:
-        self._shape = shape
-        self._ids: list[Tensor] = []
-        self._scores: list[Tensor] = []
-        self._parents: list[Tensor] = []
-        self._running: list[Tensor] = []
-        self._frontier: tuple[Tensor, Tensor] | None = None  # cumulative score and place among all nodes, (B, F)
-
-    @property
-    def levels(self) -> int:
-        """Return how many levels were added."""
-        return len(self._ids)
-
-    def add(self, log_q: Tensor) -> tuple[Tensor, Tensor]:
-        """Expand the frontier; return the new one: ids ``(B, k)`` and each parent's place in the old one ``(B, k)``.
-
-        Shapes: ``log_q (B, F, V_draft)`` log-probabilities: F = 1 for the root, then the width of the frontier.
-        """
-        rows, width, vocab = log_q.shape
-        k = min(self._shape.top_k, vocab)
-        gained, ids = top(log_q, k)
-        gained = gained.float().nan_to_num(nan=_NEVER, neginf=_NEVER).clamp_(max=0.0)
-        score, place = self._frontier or (gained.new_zeros(rows, 1), ids.new_full((rows, 1), -1))
-        scores = (score.unsqueeze(-1) + gained).flatten(1)
-        seen = sum(part.shape[1] for part in self._ids)
-        ids = ids.flatten(1)
-        self._ids.append(ids)
-        self._scores.append(scores)
-        self._parents.append(place.repeat_interleave(k, 1))
-        best = _ranked(scores)[:, : self._shape.top_k]
-        parent = best // k
-        before = sum(part.shape[1] for part in self._running) - width
-        self._running.append(before + parent if self._running else torch.full_like(parent, -1))
-        self._frontier = scores.gather(1, best), best + seen
-        return ids.gather(1, best), parent
-
-    def frontier_parents(self) -> Tensor:
-        """Return the tree of all frontiers named so far, the newest included: ``(B, M)``, -1 hangs on the root."""
-        return torch.cat(self._running, 1)
-
-    def finish(self, nodes: int, room: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Pick the likeliest ``nodes`` within ``room (B)`` tokens, level by level.
-
-        Returns: ids ``(B, N)``, parents ``(B, N)``, ``n_valid (B)``, log-probabilities ``(B, N)``.
-        """
-        ids, parents = torch.cat(self._ids, 1), torch.cat(self._parents, 1)
-        scores = self._within(room)
-        chosen, links, n_valid = rerank(scores, parents, self._depth(scores.device), nodes)
-        return ids.gather(1, chosen), links, n_valid, scores.gather(1, chosen)
-
-    def paying(self, costs: Costs, remaining: Sequence[int], room: Tensor) -> int:
-        """Return how many nodes a row the common pass should have; reads the device once.
-
-        The probability of a path is taken for the chance that the target accepts it; what drafting cost is spent.
-        """
-        chances = self._within(room).exp().sort(-1, descending=True).values.double()
-        worth = torch.tensor(costs.worth(remaining), dtype=torch.float64, device=chances.device)
-        gained = (worth @ chances).cumsum(0).tolist()
-        rows = max(1, sum(left > 0 for left in remaining))
-        spent, plain = costs.draft * self.levels, costs.forward(rows, 0)
-        gains = [
-            (rows + more) / (costs.forward(rows, width) / plain + spent) for width, more in enumerate([0.0, *gained])
-        ]
-        return gains.index(max(gains))
-
-    def _depth(self, device: torch.device) -> Tensor:
-        """Return the depth of every node seen, ``(C)``."""
-        return torch.cat(
-            [torch.full((part.shape[1],), depth, device=device) for depth, part in enumerate(self._ids, 1)]
-        )
-
-    def _within(self, room: Tensor) -> Tensor:
-        """Return the log-probabilities of all nodes seen, minus infinity where they lie too deep."""
-        scores = torch.cat(self._scores, 1)
-        return scores.masked_fill(self._depth(scores.device) > room.unsqueeze(1), _NEVER)
-
-
-def rerank(scores: Tensor, parents: Tensor, depth: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose each row's ``nodes`` best of all candidates, and list them level by level.
-
-    Scores never rise from parent to child; among equals the shallower is chosen, then the one listed first, so that
-    no chosen node misses its parent. A score of minus infinity is never chosen: such places come last.
-
-    Shapes: ``scores``, ``parents (B, C)``: a parent's place among the candidates, which stand before their children,
-    -1 for the root; ``depth (C)``, rising. Returns: chosen places ``(B, N)``, parents within them ``(B, N)``,
-    ``n_valid (B)``.
-    """
-    count = scores.shape[1]
-    chosen = _ranked(scores)[:, :nodes]
-    absent = scores.gather(1, chosen) == _NEVER
-    chosen = (chosen + absent * count).sort(-1).values
-    absent, chosen = chosen >= count, chosen % count
-    place = torch.zeros_like(parents).scatter_(
-        1, chosen, torch.arange(chosen.shape[1], device=chosen.device).expand_as(chosen)
-    )
-    above = parents.gather(1, chosen)
-    links = place.gather(1, above.clamp(min=0)).masked_fill((above < 0) | absent, -1)
-    return chosen, links, (~absent).sum(1)
-
-
 def top(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the ``k`` largest of ``scores (B, F, V)`` and their ids, both ``(B, F, k)``, the largest first."""
     flat = scores.flatten(0, 1)
@@ -442,6 +340,8 @@ def _top_of_strips(rows: Tensor, k: int) -> Tensor:
     return ids.gather(1, rows.gather(1, ids).topk(k, -1).indices)
 
 
-def _ranked(scores: Tensor) -> Tensor:
-    """Return the places of each row from the best on; of equals the first comes first, on every device."""
-    return scores.sort(dim=-1, descending=True, stable=True).indices
+def in_target_ids(picks: Tensor, target_ids: Tensor | None) -> Tensor:
+    """Return the target's ids of a drafter's ``picks``; ``ABSENT`` stays. ``target_ids`` None: the ids are the same."""
+    if target_ids is None:
+        return picks
+    return target_ids[picks.clamp(min=0)].masked_fill(picks == ABSENT, ABSENT)

@@ -45,7 +45,11 @@ class Pupil(Protocol):
         """Make features ``(B, S, H)`` of the target's hidden states."""
         ...
 
-    def step(self, tokens: Tensor, features: Tensor, positions: Tensor, mask: Any, cache: Any) -> Tensor:
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return token embeddings ``(B, S, H)``."""
+        ...
+
+    def step(self, embedded: Tensor, features: Tensor, positions: Tensor, mask: Any, cache: Any) -> Tensor:
         """Return what is fed back as the next features, ``(B, S, H)``."""
         ...
 
@@ -157,7 +161,7 @@ def drafted(pupil: Pupil, lesson: Lesson, steps: int, windows: Windows = ALL) ->
     states = pupil.fuse(lesson.features)
     unrolled = []
     for step in range(steps):
-        states = pupil.step(_later(ids, 1 + step), states, positions + step, mask, cache)
+        states = pupil.step(pupil.embed(_later(ids, 1 + step)), states, positions + step, mask, cache)
         unrolled.append(states)
     return unrolled
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 from types import FunctionType
 from typing import Any, cast
@@ -15,223 +15,227 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from hf_specgen.errors import UnsupportedTarget
 from hf_specgen.models.attention import PassAttention, implementation_of
+from hf_specgen.models.fixed_shapes import FixedShapes, StandingBuffers
+from hf_specgen.models.passes import ForwardOutput, Pass
+from hf_specgen.models.prompt import Positions, Prompt
 from hf_specgen.models.slot_cache import SlotCache
 from hf_specgen.models.taps import Taps
+from hf_specgen.models.visibility import Visibility, placed
 from hf_specgen.models.wrappers import input_device, origin, row_counter
-from hf_specgen.round.records import Tree
 
 _CACHE_NAMES = ("cache", "past_key_values")
 
 
-@dataclass(frozen=True)
-class ForwardOutput:
-    """Hold what one pass returned.
-
-    Shapes: ``logits (B, S, V)`` (``(B, 1, V)``, each row's last prompt position, after a prefill); ``hidden``: the
-    embedding output and one ``(B, S, D)`` per layer when asked for, else empty; ``taps``: one ``(B, S, D)`` per
-    boundary that the model is tapped at.
-    """
-
-    logits: Tensor
-    hidden: tuple[Tensor, ...] = ()
-    taps: tuple[Tensor, ...] = ()
-
-
 class CachedModel:
-    """Run a model row by row: prompts once, then roots and draft nodes, with a rollback after each pass.
+    """Run a model lane by lane: prompts once, then roots and draft nodes, with a rollback after each pass.
 
-    ``taps`` are the boundaries whose hidden states every pass returns. ``fixed``: somebody counts the model's rows, so
-    every pass holds the whole batch in its order; callers see no more of it than of any other, ``_places`` maps.
-    ``seconds`` is the wall time spent inside the model's own forward (on a GPU: launching it).
+    Callers name rows that are not finished, in the order of their lanes; a lane whose row is finished is idle and
+    leaves as soon as the pass may change its shape. ``counted``: somebody counts the model's rows, so every pass holds
+    the whole batch in its order. ``shapes``: passes have the shapes of this list, for a compiler or CUDA graphs.
+    ``taps`` are the boundaries whose hidden states every pass returns. ``seconds`` is the wall time spent inside the
+    model's own forward (on a GPU: launching it).
 
     Raises: ``UnsupportedTarget`` when the model's cache, positions or layers cannot be driven this way.
     """
 
-    def __init__(self, model: PreTrainedModel, rows: int, reserve: int = 0, taps: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        rows: int,
+        reserve: int = 0,
+        taps: Sequence[int] = (),
+        shapes: FixedShapes | None = None,
+    ) -> None:
         self.model = model
         arguments = inspect.signature(type(model).forward).parameters
         check_arguments(model, arguments)
         self._cache_name = next(name for name in _CACHE_NAMES if name in arguments)
         self._trims_logits = "logits_to_keep" in arguments
         self.device = input_device(model)
-        self.cache = SlotCache(model.config, rows, self.device, reserve)
-        self.fixed = row_counter(model) is not None
-        self._places = list(range(rows))
+        self.cache = SlotCache(model.config, rows, self.device, reserve, shapes)
+        self.counted = row_counter(model) is not None
         self.seconds = 0.0
+        self._shapes = shapes
+        self._standing = StandingBuffers()
+        self._step = run_model if shapes is None else shapes.capture(run_model)
+        self._positions = Positions()
+        self._lanes = list(range(rows))
+        self._served: Tensor | None = None  # the same lanes on the device, None when no lane is idle
         self._one_kind = len(self.cache.groups) == 1
         self._attention = PassAttention(model)
         self._taps = Taps(model, taps)
 
     @property
     def lengths(self) -> list[int]:
-        """Return each row's committed length."""
-        return [self.cache.lengths[place] for place in self._places]
+        """Return the committed length of each row that is not finished."""
+        return [self.cache.lengths[lane] for lane in self._lanes]
 
     def keep(self, live: list[int], finished: list[bool]) -> list[int]:
-        """Drop finished rows; ``live[i]`` names the row of the batch at place ``i``. Return the new names by place."""
-        if self.fixed:
-            self._places = [place for place, row in zip(self._places, live, strict=True) if not finished[row]]
-            return [row for row in live if not finished[row]]
-        order = staying(live, finished)
-        if len(order) == len(live):
-            return live
-        self.cache.keep(order)
-        self._places = list(range(len(order)))
-        return [live[place] for place in order]
+        """Drop finished rows; ``live[i]`` names the row of the batch that is served i-th. Return the new names."""
+        served = {lane: row for lane, row in zip(self._lanes, live, strict=True) if not finished[row]}
+        present = len(self.cache.lengths)
+        order = compacted(list(served), self._lanes_for(len(served), present))
+        if len(order) < present:
+            self.cache.keep(order)
+            self._positions = self._positions.keep(order)
+            served = {place: served[lane] for place, lane in enumerate(order) if lane in served}
+        if list(served) != self._lanes:
+            self._lanes = list(served)
+            self._served = torch.tensor(self._lanes, device=self.device) if len(served) < self._total else None
+        return list(served.values())
 
-    def commit(self, counts: list[int], paths: Tensor | None = None) -> None:
+    def commit(self, counts: list[int], paths: Tensor | None = None, kept: Tensor | None = None) -> None:
         """Keep what was accepted of the last pass, as ``SlotCache.commit`` does."""
-        self.cache.commit(self._widened(counts, 0), None if paths is None else self._wide(paths, 0))
+        if self._served is not None and paths is not None:
+            paths = placed(paths, self._served, self._total)
+        if self._served is not None and kept is not None:
+            kept = placed(kept, self._served, self._total)
+        self.cache.commit(self._widened(counts, [0] * self._total), paths, kept)
 
     def crop_rows(self, lengths: list[int]) -> None:
-        """Set every row's committed length (a rollback)."""
-        self.cache.crop_rows(self._widened(lengths))
+        """Set the committed length of every row that is not finished (a rollback)."""
+        self.cache.crop_rows(self._widened(lengths, self.cache.lengths))
 
-    def prefill(self, ids: Tensor, lengths: list[int], hidden: bool = False, chunk: int | None = None) -> ForwardOutput:
-        """Read left-padded prompts ``ids (B, W)``; row ``r`` holds ``lengths[r]`` real tokens at the end.
+    def prefill(self, prompt: Prompt, hidden: bool = False) -> ForwardOutput:
+        """Read the prompts into empty lanes. Returns: the logits behind each prompt, ``(R, 1, V)``."""
+        lengths = self._widened(prompt.lengths, self.cache.lengths)
+        if self._served is not None:
+            prompt = prompt.widened(self._served, self._total)
+        self._positions = prompt.positions
+        output = prompt.read(self, hidden)
+        if self._served is not None:  # what idle lanes read is no text of theirs
+            self.cache.crop_rows(lengths)
+        return self._narrowed(output)
 
-        ``chunk`` bounds how many columns one pass reads. Raises: ``ValueError`` for hidden states of a chunked prompt.
-        """
-        width = ids.shape[1]
-        if chunk is not None and chunk < width:
-            return self._prefill_chunks(ids, lengths, chunk, hidden)
-        kept = self._widened(lengths)
-        ids, lengths = self._wide(ids, 0), self._widened(lengths, 1)
-        pads = torch.tensor([width - length for length in lengths], device=self.device)[:, None]
-        columns = torch.arange(width, device=self.device)
-        ragged = min(lengths) < width
-        self.cache.begin_prefill(width, lengths, left_padded=True)
+    def run(self, batch: Pass) -> ForwardOutput:
+        """Score positions behind each row's committed text, root first. Commits nothing."""
+        if self._served is not None:
+            batch = batch.widened(self._served, self._total)
+        return self._narrowed(self.run_lanes(batch))
+
+    def read_whole(self, prompt: Prompt, hidden: bool) -> ForwardOutput:
+        """Read left-padded prompts of every lane in one pass, under the model's own mask."""
+        self.cache.begin_prefill(prompt.width, prompt.lengths, left_padded=True)
         last = torch.tensor([-1], device=self.device)  # a slice is not contiguous: torch would copy the head per row
-        extra: dict[str, Any] = {"logits_to_keep": last} if self._trims_logits else {}
-        output, tapped = self._call(
-            ids,
-            attention_mask=(columns >= pads).long() if ragged else None,
-            position_ids=(columns - pads).clamp(min=0),
-            output_hidden_states=hidden,
-            **extra,
-        )
-        self.cache.crop_rows(kept)
-        return self._output(output.logits[:, -1:], output, hidden, tapped)
+        trims = {"logits_to_keep": last} if self._trims_logits else {}
+        with self._measured() as seen:
+            output = run_model(self.model, **self._cached(hidden), **prompt.arguments(), **trims)
+        self.cache.crop_rows(prompt.lengths)
+        return self._read(output, output.logits[:, -1:], prompt.width, hidden, seen)
 
-    def extend(
-        self,
-        tokens: Tensor,
-        tree: Tree,
-        n_valid: Tensor | None = None,
-        hidden: bool = False,
-        keep: list[int] | None = None,
-        undo: int = 0,
-    ) -> ForwardOutput:
-        """Score ``tokens (B, S)``: root and draft nodes after each row's committed slots. Commits nothing.
+    def run_lanes(self, batch: Pass) -> ForwardOutput:
+        """Run a pass over every lane."""
+        width = batch.width if self._shapes is None else self._shapes.width_of(batch.width)
+        self.cache.begin(width, batch.undo)
+        arguments = self._arguments(batch, width)
+        trims = batch.columns is not None and self._trims_logits
+        if trims:
+            arguments["logits_to_keep"] = torch.tensor(batch.columns, device=self.device)
+        with self._attention.on(), self._measured() as seen:
+            output = self._step(self.model, **self._cached(batch.hidden), **arguments)
+        logits = output.logits
+        if not trims:
+            logits = logits[:, : batch.width] if batch.columns is None else logits[:, list(batch.columns)]
+        if width != batch.width:  # what reads logits wants whole rows of memory
+            logits = logits.contiguous()
+        return self._read(output, logits, batch.width, batch.hidden, seen)
 
-        Nodes beyond ``n_valid (B,)`` are computed at the root's position and mean nothing. ``keep`` names the columns
-        whose logits are wanted, in order; all by default. ``undo`` committed tokens may yet be rolled back. Ids that do
-        not exist are embedded as others: ``verify`` never accepts them, but they must not crash the pass.
-        """
-        extra: dict[str, Any] = {}
-        if keep is not None and self._trims_logits:
-            extra["logits_to_keep"] = torch.tensor(keep, device=self.device)
-        self.cache.begin(tokens.shape[1], undo)
-        if self._leaves_rows_out:
-            if n_valid is None:
-                n_valid = torch.full((len(tokens),), tokens.shape[1], device=self.device)
-            tokens, n_valid = self._wide(tokens, 0), self._wide(n_valid, 0)
-            tree = tree if len(tree.parents) == 1 else Tree(self._wide(tree.parents, -1))
+    def commit_lanes(self, counts: list[int]) -> None:
+        """Keep ``counts[r]`` positions of the last pass in every lane."""
+        self.cache.commit(counts)
+
+    def _cached(self, hidden: bool) -> dict[str, Any]:
+        """Return what every pass of the model is told beside ids, positions and masks."""
+        return {self._cache_name: self.cache, "use_cache": True, "return_dict": True, "output_hidden_states": hidden}
+
+    def _arguments(self, batch: Pass, width: int) -> dict[str, Any]:
+        """Return ids, positions and masks of a pass of ``width`` positions, of which the batch needs the first."""
         last = self.model.get_input_embeddings().weight.shape[0] - 1
-        depth = tree.depth
-        if n_valid is not None:
-            depth = depth * (torch.arange(tokens.shape[1], device=self.device) <= n_valid[:, None])
-        with self._attention.on():
-            output, tapped = self._call(
-                tokens.clamp(0, last),
-                attention_mask=self._masks(tree),
-                position_ids=self.cache.row_lengths[:, None] + depth,
-                output_hidden_states=hidden,
-                **extra,
-            )
-        logits = output.logits[:, keep] if keep is not None and not self._trims_logits else output.logits
-        return self._output(logits, output, hidden, tapped)
+        tokens = batch.tokens.clamp(0, last)
+        positions = self._positions.ids(self.cache.row_lengths[:, None] + batch.depth)
+        masks = self._masks(batch.visibility)
+        if self._shapes is not None:
+            write = self._standing.write
+            tokens = write("tokens", _padded(tokens, width))
+            positions = write("positions", _padded(positions, width))
+            masks = {kind: write(kind, mask) for kind, mask in masks.items()}
+        mask = next(iter(masks.values())) if self._one_kind else masks
+        return {"input_ids": tokens, "position_ids": positions, "attention_mask": mask}
 
-    def _output(self, logits: Tensor, output: Any, hidden: bool, tapped: tuple[Tensor, ...]) -> ForwardOutput:
-        """Bring results to the device of the input embeddings (a model spread over devices ends elsewhere)."""
-        states = tuple(self._narrow(layer.to(self.device)) for layer in output.hidden_states) if hidden else ()
-        return ForwardOutput(self._narrow(logits.to(self.device)), states, tuple(map(self._narrow, tapped)))
-
-    @property
-    def _leaves_rows_out(self) -> bool:
-        """Tell whether a pass holds rows of the batch that its caller has dropped."""
-        return len(self._places) < len(self.cache.lengths)
-
-    def _widened(self, numbers: list[int], filler: int | None = None) -> list[int]:
-        """Return one number for each row of the pass: those given, and for dropped rows ``filler``, or its length."""
-        every = list(self.cache.lengths) if filler is None else [filler] * len(self.cache.lengths)
-        for place, number in zip(self._places, numbers, strict=True):
-            every[place] = number
-        return every
-
-    def _wide(self, part: Tensor, filler: int) -> Tensor:
-        """Give a tensor of the caller's rows all rows of the pass; ``filler`` is what dropped ones hold."""
-        if not self._leaves_rows_out:
-            return part
-        every = part.new_full((len(self.cache.lengths), *part.shape[1:]), filler)
-        every[torch.tensor(self._places, device=part.device)] = part
-        return every
-
-    def _narrow(self, part: Tensor) -> Tensor:
-        """Take the caller's rows out of those of the pass."""
-        return part[torch.tensor(self._places, device=part.device)] if self._leaves_rows_out else part
-
-    def _prefill_chunks(self, ids: Tensor, lengths: list[int], chunk: int, hidden: bool) -> ForwardOutput:
-        """Read compact right-padded prompts ``chunk`` columns at a time."""
-        width = ids.shape[1]
-        index = torch.arange(width, device=self.device) + torch.tensor(
-            [width - length for length in lengths], device=self.device
-        ).unsqueeze(1)
-        compact = ids.gather(1, index.clamp(max=width - 1))
-        last: list[Tensor | None] = [None] * len(lengths)
-        states: list[tuple[Tensor, ...]] = []
-        tapped: list[tuple[Tensor, ...]] = []
-        for start in range(0, max(lengths), chunk):
-            tokens = compact[:, start : start + chunk]
-            counts = [min(max(length - start, 0), tokens.shape[1]) for length in lengths]
-            valid = torch.tensor(counts, device=self.device) - 1
-            ends = sorted({count - 1 for count in counts if count})
-            output = self.extend(tokens, Tree.chain(tokens.shape[1] - 1, self.device), valid, hidden, ends)
-            states.append(output.hidden)
-            tapped.append(output.taps)
-            for row, count in enumerate(counts):
-                if count:
-                    last[row] = output.logits[row, ends.index(count - 1)].clone()
-            self.commit(counts)
-        logits = torch.stack([row for row in last if row is not None])[:, None]
-        return ForwardOutput(logits, _left_pad(states, index, width), _left_pad(tapped, index, width))
-
-    def _call(self, ids: Tensor, **arguments: Any) -> tuple[Any, tuple[Tensor, ...]]:
-        arguments[self._cache_name] = self.cache
-        begun = perf_counter()
-        with self._taps.on() as seen:
-            output = self.model(input_ids=ids, use_cache=True, return_dict=True, **arguments)
-        self.seconds += perf_counter() - begun
-        return output, self._taps.read(seen, self.device)
-
-    def _masks(self, tree: Tree) -> Tensor | dict[str, Tensor]:
-        masks = self.cache.masks(tree)
+    def _masks(self, visibility: Visibility) -> dict[str, Tensor]:
+        """Return the mask of the pass for every kind of layer, as the model's attention takes it."""
+        masks = self.cache.masks(visibility)
         if self._attention.implementation != "sdpa":  # eager adds its mask
             low = torch.finfo(self.model.dtype).min
             zero = torch.zeros((), dtype=self.model.dtype, device=self.device)
             masks = {kind: torch.where(mask, zero, low) for kind, mask in masks.items()}
-        rows = len(self.cache.lengths)
-        masks = {kind: mask.expand(rows, -1, -1, -1) for kind, mask in masks.items()}
-        return next(iter(masks.values())) if self._one_kind else masks
+        return {kind: mask.expand(self._total, -1, -1, -1) for kind, mask in masks.items()}
+
+    @contextmanager
+    def _measured(self) -> Iterator[dict[int, Tensor]]:
+        """Read the taps and count the seconds of what runs inside."""
+        begun = perf_counter()
+        with self._taps.on() as seen:
+            yield seen
+        self.seconds += perf_counter() - begun
+
+    def _read(self, output: Any, logits: Tensor, width: int, hidden: bool, seen: dict[int, Tensor]) -> ForwardOutput:
+        """Bring results to the device of the input embeddings (a model spread over devices ends elsewhere)."""
+        states = output.hidden_states if hidden else ()
+        states = tuple(layer.to(self.device)[:, :width] for layer in states)
+        tapped = tuple(layer[:, :width] for layer in self._taps.read(seen, self.device))
+        return ForwardOutput(logits.to(self.device), states, tapped)
+
+    @property
+    def _total(self) -> int:
+        """Return how many lanes a pass has."""
+        return len(self.cache.lengths)
+
+    def _lanes_for(self, unfinished: int, present: int) -> int:
+        """Return how many lanes to keep for the rows that are not finished."""
+        if self.counted:
+            return present
+        return unfinished if self._shapes is None else self._shapes.lanes_of(unfinished, present)
+
+    def _widened(self, numbers: list[int], fillers: list[int]) -> list[int]:
+        """Return one number a lane: those given, and for idle lanes ``fillers``."""
+        every = list(fillers)
+        for lane, number in zip(self._lanes, numbers, strict=True):
+            every[lane] = number
+        return every
+
+    def _narrowed(self, output: ForwardOutput) -> ForwardOutput:
+        """Leave idle lanes out."""
+        served = self._served
+        if served is None:
+            return output
+        hidden = tuple(layer[served] for layer in output.hidden)
+        taps = tuple(layer[served] for layer in output.taps)
+        return ForwardOutput(output.logits[served], hidden, taps)
+
+
+def run_model(model: PreTrainedModel, **arguments: Any) -> Any:
+    """Run a model: all that a compiler or a CUDA graph records of a pass (``FixedShapes.capture``)."""
+    return model(**arguments)
+
+
+def _padded(part: Tensor, width: int) -> Tensor:
+    """Repeat the first position behind the others up to ``width``; shapes ``(..., S)``."""
+    missing = width - part.shape[-1]
+    return part if not missing else torch.cat([part, part[..., :1].expand(*part.shape[:-1], missing)], -1)
+
+
+def compacted(lanes: list[int], count: int) -> list[int]:
+    """Return which lane stands at each of ``count`` places when these must stay: only lanes behind the end move."""
+    movers = [lane for lane in lanes if lane >= count]
+    holes = set(range(count)).difference(lanes)
+    return [movers.pop() if place in holes and movers else place for place in range(count)]
 
 
 def staying(live: list[int], finished: list[bool]) -> list[int]:
-    """Return the places of unfinished rows as ``SlotCache.keep`` takes them: only rows behind the new end move."""
-    places = [place for place, row in enumerate(live) if not finished[row]]
-    front = len(places)
-    movers = [place for place in places if place >= front]
-    holes = set(range(front)).difference(places)
-    return [movers.pop() if place in holes else place for place in range(front)]
+    """Return the lanes of unfinished rows as ``SlotCache.keep`` takes them; ``live[i]`` is the row of lane ``i``."""
+    lanes = [lane for lane, row in enumerate(live) if not finished[row]]
+    return compacted(lanes, len(lanes))
 
 
 def check_arguments(model: PreTrainedModel, arguments: Any) -> None:
@@ -272,13 +276,3 @@ def _check_preparation(model: PreTrainedModel) -> None:
                 "p-tuning do): transformers' own method is required. Use plain generate(), or adapters that change "
                 "weights (LoRA)."
             )
-
-
-def _left_pad(states: list[tuple[Tensor, ...]], index: Tensor, width: int) -> tuple[Tensor, ...]:
-    """Join compact chunks of hidden states and move every row's tokens to the end."""
-    padded = []
-    for chunks in zip(*states, strict=True):
-        compact = torch.cat(chunks, 1)
-        source = torch.arange(width, device=compact.device) - (index[:, :1])
-        padded.append(compact.gather(1, source.clamp(min=0)[..., None].expand(-1, -1, compact.shape[-1])))
-    return tuple(padded)

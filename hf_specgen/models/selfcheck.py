@@ -13,7 +13,10 @@ from transformers import PreTrainedModel
 from hf_specgen.errors import UnsupportedTarget, reason_of
 from hf_specgen.models.cached_model import CachedModel
 from hf_specgen.models.makeup import Makeup, makeup_of
+from hf_specgen.models.passes import Pass
+from hf_specgen.models.prompt import Prompt
 from hf_specgen.models.thresholds import Threshold, copy_of, lower, thresholds_of
+from hf_specgen.models.visibility import TreeVisibility
 from hf_specgen.models.wrappers import input_device, row_counter
 from hf_specgen.round.records import Tree
 
@@ -156,12 +159,12 @@ def round_error(
     device, count = input_device(model), rows or 2
     texts = [_tokens(model, 20, lengths[row % 2]) for row in range(count)]
     cached = CachedModel(model, count)
-    first = cached.prefill(_padded(texts), [len(text) for text in texts])
+    first = cached.prefill(Prompt(_padded(texts), [len(text) for text in texts]))
     worst = _worst(model, texts, first.logits[:, 0], rows)
-    tree = Tree(torch.tensor([_PARENTS], device=device))
+    visibility = TreeVisibility(Tree(torch.tensor([_PARENTS], device=device)))
     for start in (32, 46):
         block = torch.stack([_tokens(model, start + 7 * (row % 2), 7) for row in range(count)])
-        scored = cached.extend(block, tree).logits
+        scored = cached.run(Pass(block, visibility)).logits
         for node, path in enumerate(_PATHS):
             if not leaves or path in _LEAVES:
                 places = [0, *(step + 1 for step in path)]
@@ -185,17 +188,17 @@ def leak_of(model: PreTrainedModel, rows: int | None = None) -> float:
     device, count = input_device(model), rows or 2
     texts = [_tokens(model, 20, (5, 11)[row % 2]) for row in range(count)]
     cached = CachedModel(model, count)
-    cached.prefill(_padded(texts), [len(text) for text in texts])
-    tree = Tree(torch.tensor([_PARENTS], device=device))
+    cached.prefill(Prompt(_padded(texts), [len(text) for text in texts]))
+    visibility = TreeVisibility(Tree(torch.tensor([_PARENTS], device=device)))
     block = torch.stack([_tokens(model, 32 + 7 * (row % 2), 7) for row in range(count)])
-    before = cached.extend(block, tree).logits
+    before = cached.run(Pass(block, visibility)).logits
     worst = 0.0
     for row in range(min(count, 2)):
         same = torch.tensor([0, *(node + 1 for node in _LEAVES[2 - row])], device=device)
         for start in (60, 77, 91):
             junk = torch.stack([_tokens(model, start + 7 * (other % 2), 7) for other in range(count)])
             junk[row, same] = block[row, same]
-            moved = cached.extend(junk, tree).logits
+            moved = cached.run(Pass(junk, visibility)).logits
             worst = max(worst, *(_difference(before[row, node], moved[row, node]) for node in same.tolist()))
     return worst
 

@@ -46,25 +46,38 @@ class Costs:
         """Return the cost of drafting and scoring ``width`` tokens in each row, over that of a plain step."""
         return self.forward(rows, width) / self.forward(rows, 0) + self.draft * width
 
-    def best_lengths(
-        self, rates: Sequence[tuple[float, float]], available: Sequence[int], remaining: Sequence[int]
-    ) -> list[int]:
-        """Return each row's draft length that maximises what the tokens of the common pass are worth per cost.
+    def gain(self, tokens: float, rows: int, width: int, spent: float) -> float:
+        """Return what a round is worth per plain step: its tokens over its time.
 
-        ``rates[r]`` is the chance that the first token is accepted and the chance of each later one given all
-        before; ``available[r]`` bounds the row; ``remaining[r]`` is its budget, 0 when it is finished.
+        ``tokens``: what drafted tokens are expected to add to one token in each of ``rows`` rows, by ``worth``.
+        ``width``: how many positions behind the root every row has in the pass. ``spent``: what drafting costs, in
+        plain steps.
         """
-        worth, rows = self.worth(remaining), sum(left > 0 for left in remaining)
-        expected = best = float(rows)
+        return (rows + tokens) / (self.forward(rows, width) / self.forward(rows, 0) + spent)
+
+    def choose(self, survival: Sequence[Sequence[float]], remaining: Sequence[int], spent: float | None = None) -> int:
+        """Return the common width of the pass that gains most; 0 where no draft pays.
+
+        ``survival[r]``: how likely each of row r's tokens or nodes is accepted, the likeliest first; of a chain by
+        depth. ``remaining[r]``: what row r may yet write, 0 when it is finished. ``spent``: what drafting has cost,
+        whatever the width is; None: a chain is drafted, and every token costs ``draft``.
+        """
+        worth = self.worth(remaining)
+        rows = sum(left > 0 for left in remaining)
+        if not rows:
+            return 0
+        tokens = 0.0
+        best = self.gain(tokens, rows, 0, spent or 0.0)
         best_width = 0
-        for width in range(1, max(available, default=0) + 1):
-            for value, bound, (first, later) in zip(worth, available, rates, strict=True):
-                if width <= bound:
-                    expected += value * first * later ** (width - 1)
-            gain = expected / self.round(rows, width)
+        for width in range(1, max(map(len, survival)) + 1):
+            for value, chances in zip(worth, survival, strict=True):
+                if width <= len(chances):
+                    tokens += value * chances[width - 1]
+            gain = self.gain(tokens, rows, width, self.draft * width if spent is None else spent)
             if gain > best:
-                best, best_width = gain, width
-        return [min(best_width, bound) for bound in available]
+                best = gain
+                best_width = width
+        return best_width
 
     def worth(self, remaining: Sequence[int]) -> list[float]:
         """Return what one more token of each row is worth; the unfinished rows' values sum to their number.
@@ -105,6 +118,11 @@ class Rate:
         if matched:
             trials = min(known - 1, matched)
             self._later = [self._later[0] * self.keep + matched - 1, self._later[1] * self.keep + trials]
+
+    def survival(self, count: int) -> list[float]:
+        """Return how likely the first 1, 2, ... ``count`` tokens are all accepted."""
+        first, later = self.rates
+        return [first * later**place for place in range(count)]
 
     @property
     def rates(self) -> tuple[float, float]:

@@ -14,18 +14,22 @@ class Tree:
     """Describe how draft nodes hang together: parents before children, ``-1`` hangs on the root.
 
     The root is the newest committed token; it is not a node. In ``scored`` coordinates the root is 0 and node
-    ``i`` is ``i + 1``.
+    ``i`` is ``i + 1``. ``deepest`` bounds the depth of a node and ``widest`` the children of a node that count, where
+    the maker knows them: then nobody waits for the device to learn them.
 
     Shapes: ``parents (B, N)`` or ``(1, N)``, int64.
     """
 
     parents: Tensor
     is_chain: bool = False
+    deepest: int | None = None
+    widest: int | None = None
 
     @classmethod
     def chain(cls, gamma: int, device: torch.device | str | None = None) -> Tree:
         """Build the tree of width one with ``gamma`` nodes."""
-        return cls(torch.arange(-1, gamma - 1, device=device).unsqueeze(0), is_chain=True)
+        parents = torch.arange(-1, gamma - 1, device=device).unsqueeze(0)
+        return cls(parents, is_chain=True, deepest=gamma, widest=1)
 
     def __len__(self) -> int:
         return self.parents.shape[1]
@@ -51,14 +55,16 @@ class Tree:
 
     @cached_property
     def max_depth(self) -> int:
-        """Return the depth of the deepest node (reads the device once for trees that are not chains)."""
+        """Return a bound of the nodes' depth; without ``deepest`` a tree's is read from the device, once."""
         if self.is_chain:
             return len(self)
+        if self.deepest is not None:
+            return min(self.deepest, len(self))
         return int(self.depth.max()) if len(self) else 0
 
     def trim(self, width: int) -> Tree:
         """Keep the first ``width`` nodes (always closed under parents)."""
-        return Tree(self.parents[:, :width], self.is_chain)
+        return replace(self, parents=self.parents[:, :width])
 
 
 @dataclass(frozen=True)
@@ -90,8 +96,11 @@ class Draft:
     ``q`` is None when every token was picked deterministically given the text (argmax, lookup, a coin of the
     seed). Otherwise ``q[b, i]`` is the law that node ``i`` was drawn from; siblings share it, and
     ``without_replacement`` says how siblings were drawn. ``broken ()`` bool: the drafter's own logits were no numbers.
+    The last ``scouts`` nodes of every row are computed by the pass and never offered to verification: what the target
+    thinks there comes back as ``Round.guesses``. ``q`` may leave them out.
 
-    Shapes: ``tokens (B, N)`` int64, ``n_valid (B,)`` int64: the first ``n_valid[b]`` nodes of row ``b`` count.
+    Shapes: ``tokens (B, N)`` int64, ``n_valid (B,)`` int64: the first ``n_valid[b]`` nodes of row ``b`` count, at most
+    ``N - scouts``.
     """
 
     tokens: Tensor
@@ -100,6 +109,7 @@ class Draft:
     q: SparseQ | DenseQ | None = None
     without_replacement: bool = False
     broken: Tensor | None = None
+    scouts: int = 0
 
     @classmethod
     def empty(cls, rows: int, device: torch.device | str | None = None) -> Draft:
@@ -120,10 +130,24 @@ class Draft:
         """Return N, the number of nodes."""
         return self.tokens.shape[1]
 
+    @property
+    def offered(self) -> Draft:
+        """Return the draft without its scouts: what verification may accept."""
+        if not self.scouts:
+            return self
+        count = self.width - self.scouts
+        q = self.q
+        if isinstance(q, SparseQ):
+            q = SparseQ(q.ids[:, :count], q.probs[:, :count])
+        elif q is not None:
+            q = DenseQ(q.logits[:, :count])
+        n_valid = self.n_valid.clamp(max=count)
+        return replace(self, tokens=self.tokens[:, :count], tree=self.tree.trim(count), n_valid=n_valid, q=q, scouts=0)
+
     def take(self, rows: Tensor) -> Draft:
         """Return the draft of the rows named by ``rows (R)``, in that order."""
         parents = self.tree.parents
-        tree = Tree(parents[rows], self.tree.is_chain) if len(parents) > 1 else self.tree
+        tree = replace(self.tree, parents=parents[rows]) if len(parents) > 1 else self.tree
         q = self.q
         if isinstance(q, SparseQ):
             q = SparseQ(q.ids[rows], q.probs[rows])
@@ -160,13 +184,18 @@ def spread(part: Tensor, rows: Tensor, total: int) -> Tensor:
 class Round:
     """Hold one finished round: the draft, the verdict, and the target's hidden states on the accepted path.
 
+    ``guesses``: the token that the target's own logits hold for the best, behind the root and behind every node of the
+    draft, scouts included; None where the drafter does not read them (``Reads.guesses``).
+
     Shapes: ``hidden``: one ``(B, K + 1, D)`` tensor per requested layer, root first; in round zero ``(B, L, D)``
-    over the left-padded prompt (its last column is every row's newest token).
+    over the left-padded prompt (its last column is every row's newest token). ``guesses (B, S)`` int64; behind nodes
+    that do not count, in rows that were finished, and behind scouts deeper than the row has room they mean nothing.
     """
 
     draft: Draft
     verdict: Verdict
     hidden: tuple[Tensor, ...] = ()
+    guesses: Tensor | None = None
 
     @cached_property
     def host(self) -> list[list[int]]:

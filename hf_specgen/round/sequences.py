@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from copy import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -88,7 +87,6 @@ class Sequences:
         self.ids[:, :width] = self.prompt
         self.new = [0] * rows
         self.finished = [False] * rows
-        self._full: frozenset[int] = frozenset()
         self._criteria = Criteria(self.stops.others, rows)
         self.warp.begin(width)
 
@@ -118,13 +116,7 @@ class Sequences:
     @property
     def room(self) -> list[int]:
         """Return how many draft tokens each row can use: one token of its budget is the target's own."""
-        return [0 if row in self._full else max(0, left - 1) for row, left in enumerate(self.remaining)]
-
-    def without_room(self, rows: Collection[int]) -> Sequences:
-        """Return a view of the same rows in which those named have no room: another drafter drafts for them."""
-        view = copy(self)
-        view._full = self._full.union(rows)
-        return view
+        return [max(0, left - 1) for left in self.remaining]
 
     def left_padded(self) -> Tensor:
         """Return the real tokens ``(B, longest)``, zeros before shorter rows."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import index
-from typing import Any, SupportsIndex
+from time import perf_counter
+from typing import Any, Literal, SupportsIndex
 
 from torch.serialization import DEFAULT_PROTOCOL as _FILE_PROTOCOL
 
@@ -106,6 +109,21 @@ class AcceptanceStats:
     verify_seconds: float = 0.0
     forward_seconds: float = 0.0
     other_seconds: float = 0.0
+
+    @contextmanager
+    def timed(self, part: Literal["prefill", "draft", "verify", "other"]) -> Iterator[None]:
+        """Add the wall time of the block to the seconds of one part of the call."""
+        begun = perf_counter()
+        yield
+        elapsed = perf_counter() - begun
+        if part == "prefill":
+            self.prefill_seconds += elapsed
+        elif part == "draft":
+            self.draft_seconds += elapsed
+        elif part == "verify":
+            self.verify_seconds += elapsed
+        else:
+            self.other_seconds += elapsed
 
     def add(self, round: Round, written: list[int]) -> None:
         """Count one verified round, of which each row wrote so many tokens: none where it was finished before.

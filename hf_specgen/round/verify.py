@@ -18,7 +18,7 @@ from torch import Tensor
 from hf_specgen import ops
 from hf_specgen.errors import SpecGenError
 from hf_specgen.round.coins import ACCEPT, SAMPLE, CoinSource, toss
-from hf_specgen.round.records import Draft, SparseQ, Verdict
+from hf_specgen.round.records import Draft, SparseQ, Tree, Verdict
 from hf_specgen.round.typical import Typical, verify_typical
 from hf_specgen.round.verify_dense import Dense, never_empty, verify_dense
 
@@ -257,14 +257,26 @@ def _children(scores: Scores, draft: Draft) -> tuple[Tensor, Tensor]:
     Returns: node indices ``(B, S, K)`` and bool ``(B, S, K)``.
     """
     node = torch.arange(draft.width, device=draft.tokens.device)
-    parents = draft.tree.parents.expand(len(draft.tokens), -1) + 1
-    rank = (parents.unsqueeze(2) == parents.unsqueeze(1)).tril(-1).sum(-1)
-    siblings = 1 if draft.tree.is_chain else int(rank.max()) + 1
-    children = parents.new_zeros(len(parents), draft.width + 1, siblings)
+    real = _real(scores, draft)
+    nowhere = draft.width + 1  # the parent of padding: its children are cut off below
+    parents = torch.where(real, draft.tree.parents + 1, nowhere)
+    rank = (parents.unsqueeze(2) == parents.unsqueeze(1)).tril(-1).sum(-1) * real
+    siblings = _most_siblings(draft.tree, rank)
+    children = parents.new_zeros(len(parents), draft.width + 2, siblings)
     present = torch.zeros_like(children, dtype=torch.bool)
     place = (torch.arange(len(parents), device=node.device).unsqueeze(1), parents, rank)
-    children[place], present[place] = node, _real(scores, draft)
-    return children, present
+    children[place] = node.expand_as(parents)
+    present[place] = real
+    return children[:, :-1], present[:, :-1]
+
+
+def _most_siblings(tree: Tree, rank: Tensor) -> int:
+    """Return how many children a node has at most; it is read from the device only where nobody told."""
+    if tree.is_chain:
+        return 1
+    if tree.widest is not None:
+        return tree.widest
+    return int(rank.max()) + 1
 
 
 def _q_at(draft: Draft, rows: Tensor, nodes: Tensor) -> tuple[Tensor | None, Tensor]:

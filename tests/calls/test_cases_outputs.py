@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 
 import pytest
 import torch
-from tiny import KINDS, TREES, Keep, Watch, drafter_of, letters, plain, prompts, some, texts_of, tiny
+from tiny import KINDS, TREES, Keep, Watch, drafter_of, few, letters, plain, prompts, some, texts_of, tiny
 from transformers import LogitsProcessor, TextIteratorStreamer
 
 from hf_specgen import Costs, PromptLookup, SmallModel, SpecGenError, SpeculativeDecoding, disable, enable, last_stats
@@ -69,7 +70,7 @@ def test_c20_outputs_and_stream(kind: str, settings: dict, target) -> None:
     assert result.attentions is None
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", few(KINDS, "small", "branches", "tree", "eagle dynamic"))
 def test_c20_outputs_of_a_batch(kind: str, target) -> None:
     ids, mask = prompts(ROWS)
     free = plain(target, ids, mask)
@@ -158,7 +159,14 @@ class RaisesAtFour(LogitsProcessor):
         return scores
 
 
-@pytest.mark.parametrize(("kind", "how"), some(KINDS, ("assistant_model", "custom_generate")))
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    few(
+        product(KINDS, ("assistant_model", "custom_generate")),
+        *(("lookup", "assistant_model"), ("small", "assistant_model"), ("branches", "custom_generate")),
+        ("eagle dynamic", "assistant_model"),
+    ),
+)
 def test_c23_no_residue(kind: str, how: str) -> None:
     model, other = tiny(), tiny(2)
     ids, mask = prompts([12])

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from support_features import Forwards, unchanged
-from tiny import build, disturbed, ours, plain, prompts, tiny
+from tiny import build, disturbed, ours, plain, prompts, some, tiny
 from transformers import (
     AutoConfig,
     DynamicCache,
@@ -241,9 +241,9 @@ def test_rows_that_can_differ_need_a_pad_token() -> None:
     assert ours(model, PromptLookup(4), IDS, MASK, stopping_criteria=stops).shape[0] == 1
 
 
-@pytest.mark.parametrize("when", [0, 3])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("sampling", [False, True])
+@pytest.mark.parametrize(
+    ("sampling", "value", "when"), some((False, True), (float("nan"), float("inf"), float("-inf")), (0, 3))
+)
 def test_logits_that_are_no_numbers(when: int, value: float, sampling: bool) -> None:
     model = tiny()
     calls = []

@@ -15,7 +15,7 @@ import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
-from tiny import ours, plain, tiny
+from tiny import few, ours, plain, tiny
 from train_runs import HERE, eagle3_trainer, line, record, together
 from typer.testing import CliRunner
 
@@ -67,7 +67,7 @@ def test_train_writes_a_drafter_its_figures_and_its_card(place: Path, tmp_path: 
     assert torch.equal(text, plain(model, prompt, max_new_tokens=12)) and text.speculation.num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize("method", ["medusa", "eagle", "distill"])
+@pytest.mark.parametrize("method", few(("medusa", "eagle", "distill"), "distill"))
 def test_every_method_trains(method: str, place: Path, tmp_path: Path) -> None:
     start = ["--init_from", place / "target"] if method == "distill" else []
     found = main(line(place, tmp_path / "out", "--max_steps", "2", *start, method=method))

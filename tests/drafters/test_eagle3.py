@@ -9,7 +9,7 @@ import torch
 from feature_cases import RAGGED, REDUCED, SHAPES, Steered, config_of, drafter_of, rollout, true_features
 from law import enumerate_law, p_value
 from support_formats import LLAMA31_EAGLE3
-from tiny import Watch, ours, plain, prompts, texts_of, tiny
+from tiny import Watch, few, ours, plain, prompts, some, texts_of, tiny
 
 from hf_specgen import DenseQ, Draft, IncompatibleDrafter, SpecGenError
 from hf_specgen.checkpoints.config import DrafterConfig
@@ -102,7 +102,7 @@ def test_default_boundaries_follow_the_target() -> None:
     assert drafter.hidden_layers == ()
     expected = plain(model, ids, mask)
     assert torch.equal(ours(model, drafter, ids, mask), expected)
-    assert drafter.hidden_layers == (2, 4, 5)
+    assert drafter.reads(model).hidden == (2, 4, 5)
     known = drafter_of("eagle3", aux_layer_boundaries=[], target={"num_layers": 36})
     assert known.hidden_layers == (2, 18, 33)
     watch = Steered(drafter_of("eagle3", aux_layer_boundaries=[], **SHAPES["static"]), texts_of(expected, mask))
@@ -126,8 +126,7 @@ def test_only_ids_of_the_reduced_vocabulary_are_drafted(shape: str) -> None:
         assert len(watch.drafted) > 5 and watch.drafted <= set(REDUCED)
 
 
-@pytest.mark.parametrize("shape", ["chain", "static"])
-@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize(("shape", "reduced"), some(("chain", "static"), (False, True)))
 def test_the_law_that_is_handed_over_is_the_processed_one(shape: str, reduced: bool) -> None:
     model = tiny()
     ids, mask = prompts([17, 17])  # older transformers penalise pads
@@ -136,8 +135,8 @@ def test_the_law_that_is_handed_over_is_the_processed_one(shape: str, reduced: b
     kept = []
 
     class Keep(Watch):
-        def propose(self, sequences):
-            draft = super().propose(sequences)
+        def on_propose(self, sequences):
+            draft = super().on_propose(sequences)
             kept.append(([list(row) for row in sequences.tokens], draft))
             return draft
 
@@ -174,8 +173,8 @@ def processed(model, text: torch.Tensor, logits: torch.Tensor, **settings) -> to
 class RawLaw(Watch):
     """Hand over another law than the one that was drawn from."""
 
-    def propose(self, sequences) -> Draft:
-        draft = super().propose(sequences)
+    def on_propose(self, sequences) -> Draft:
+        draft = super().on_propose(sequences)
         return replace(draft, q=DenseQ(draft.q.logits * 0.3)) if isinstance(draft.q, DenseQ) else draft
 
 
@@ -187,7 +186,7 @@ DRAWN = {
 }
 
 
-@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("name", few(DRAWN, "chain", "block"))
 def test_the_text_of_drawn_drafts_follows_the_targets_law(name: str) -> None:
     settings, rule = DRAWN[name]
     model = tiny(vocab=VOCAB, initializer_range=0.6)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from law import enumerate_law, p_value
 from support_medusa import fitted
-from tiny import Watch, ours, plain, prompts, some, texts_of, tiny
+from tiny import Watch, few, ours, plain, prompts, some, texts_of, tiny
 from transformers import LogitsProcessorList
 
 from hf_specgen import DenseQ, SpeculativeDecoding
-from hf_specgen.drafters import medusa
+from hf_specgen.drafting import fill
 from hf_specgen.drafting.shapes import ABSENT
 from hf_specgen.round.warp import Warp
 
@@ -78,7 +80,13 @@ def test_drawn_drafts_keep_the_law(shape: str, rule: str, six) -> None:
     assert p_value(draws, law, 6) > ENOUGH
 
 
-@pytest.mark.parametrize(("shape", "name"), some(SHAPES, ("temperature, top-k", "top-p, repetition")))
+@pytest.mark.parametrize(
+    ("shape", "name"),
+    few(
+        product(SHAPES, ("temperature, top-k", "top-p, repetition")),
+        ("static", "top-p, repetition"),
+    ),
+)
 def test_drawn_drafts_keep_the_law_under_processors(shape: str, name: str, six) -> None:
     settings = SETTINGS[name]
     law = enumerate_law(six, prompt(), NEW, do_sample=True, **settings)
@@ -88,12 +96,19 @@ def test_drawn_drafts_keep_the_law_under_processors(shape: str, name: str, six) 
     assert p_value(draws, law, 6) > ENOUGH
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+class FlatQ(DenseQ):
+    """Forget the law."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        super().__init__(torch.zeros_like(logits))
+
+
+@pytest.mark.parametrize("shape", few(SHAPES, "static"))
 def test_the_test_sees_a_law_that_was_not_drawn_from(shape: str, six, monkeypatch) -> None:
     """Negative control: q of the unprocessed heads, while tokens come from the processed ones."""
     settings = SETTINGS["temperature, top-k"]
     law = enumerate_law(six, prompt(), NEW, do_sample=True, **settings)
-    monkeypatch.setattr(medusa, "DenseQ", lambda logits: DenseQ(torch.zeros_like(logits)))
+    monkeypatch.setattr(fill, "DenseQ", FlatQ)
     draws = draw(six, heads_for(six, tree=SHAPES[shape], sample=True), 1_500, **settings)
     assert p_value(draws, law, 6) < 1e-6
 
@@ -106,10 +121,10 @@ def test_siblings_are_drawn_without_replacement_and_the_verdict_is_told(told: bo
     with torch.no_grad():
         torch.manual_seed(1)
         drafter.get_submodule("0")[-1].weight.normal_(std=0.3)
-    watch, made = Watch(drafter), medusa.Draft
+    watch, made = Watch(drafter), fill.Draft
     if not told:
-        monkeypatch.setattr(medusa, "Draft", lambda *parts: made(*parts[:4]))
-        monkeypatch.setattr(medusa.Draft, "empty", made.empty, raising=False)
+        monkeypatch.setattr(fill, "Draft", lambda *parts: made(*parts[:4]))
+        monkeypatch.setattr(fill.Draft, "empty", made.empty, raising=False)
     draws = draw(six, watch, 2_500, top_k=0)
     assert watch.off_spine > 0
     assert p_value(draws, law, 6) > ENOUGH if told else p_value(draws, law, 6) < 1e-6

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import Watch, garbled, ours, plain, prompts, some, texts_of, tiny
+from tiny import Watch, begun, garbled, ours, plain, prompts, some, texts_of, tiny
 
 from hf_specgen import Costs, Draft, PromptLookup, Round, SpecGenError, Verdict
 from hf_specgen.drafters.prompt_lookup import merge
@@ -50,8 +50,8 @@ def leaves_of(draft: Draft, row: int) -> list[list[int]]:
 
 def proposals(drafter: PromptLookup, texts: Sequence[Sequence[int]], **settings: object) -> list[list[list[int]]]:
     sequences = rows_of(texts, **settings)
-    drafter.begin(sequences)
-    draft = drafter.propose(sequences)
+    session = begun(drafter, sequences)
+    draft = session.propose(sequences.room)
     assert draft.q is None, "a lookup is deterministic and has no law of its own"
     return [leaves_of(draft, row) for row in range(len(texts))]
 
@@ -93,17 +93,17 @@ def play(drafter: PromptLookup, truths: list[list[int]], starts: list[int], **se
     """Let a drafter draft for rows that become ``truths``; return its rounds."""
     budget = settings.pop("budget", min(map(len, truths)) - max(starts))
     sequences = rows_of([t[:n] for t, n in zip(truths, starts, strict=True)], budget, **settings)
-    drafter.begin(sequences)
+    session = begun(drafter, sequences)
     rounds: list[Round] = []
     while not sequences.done:
         active, room = sequences.active, sequences.room
-        draft = drafter.propose(sequences)
+        draft = session.propose(sequences.room)
         for row, space in enumerate(room):
             assert max(map(len, paths_of(draft, row)), default=0) <= space, "drafted beyond the budget"
             assert active[row] or int(draft.n_valid[row]) == 0, "drafted in a finished row"
         rounds.append(walk(draft, truths, sequences))
         sequences.append(rounds[-1])
-        drafter.observe(rounds[-1])
+        session.observe(rounds[-1])
     for row, tokens in enumerate(sequences.tokens):
         assert tokens == truths[row][: len(tokens)]
     return rounds
@@ -138,13 +138,13 @@ def test_equals_brute_force(
 ) -> None:
     drafter = PromptLookup(k, max_ngram=low + more, min_ngram=low, branches=branches)
     sequences = rows_of([text], budget=100)
-    drafter.begin(sequences)
+    session = begun(drafter, sequences)
     for piece in [[], *growth]:
         sequences.tokens[0].extend(piece)
         sequences.new[0] += len(piece)
         whole = sequences.tokens[0]
         expected = brute_force(whole, [whole], k, (low, low + more), branches)
-        assert leaves_of(drafter.propose(sequences), 0) == expected
+        assert leaves_of(session.propose(sequences.room), 0) == expected
 
 
 @settings(max_examples=200)
@@ -193,11 +193,11 @@ def test_min_ngram_leaves_short_matches_alone() -> None:
 def test_other_rows_are_read_as_they_grow() -> None:
     sequences = rows_of([[1, 2], [5, 6]], budget=10)
     drafter = PromptLookup(2, other_rows=True)
-    drafter.begin(sequences)
-    assert drafter.propose(sequences).n_valid.tolist() == [0, 0]
+    session = begun(drafter, sequences)
+    assert session.propose(sequences.room).n_valid.tolist() == [0, 0]
     sequences.tokens[1] += [1, 2, 7]
     sequences.new[1] = 3
-    assert leaves_of(drafter.propose(sequences), 0) == [[7, 7]]
+    assert leaves_of(session.propose(sequences.room), 0) == [[7, 7]]
 
 
 def test_a_drafter_used_again_starts_clean() -> None:
@@ -267,8 +267,7 @@ def no_repeats_that_are_right(length: int) -> list[int]:
     return text
 
 
-@pytest.mark.parametrize("costs", [CPU_FLOAT32, Costs.default(CPU, torch.bfloat16)])
-@pytest.mark.parametrize("branches", [1, 2])
+@pytest.mark.parametrize(("costs", "branches"), some((CPU_FLOAT32, Costs.default(CPU, torch.bfloat16)), (1, 2)))
 def test_adaptive_proposes_nothing_where_it_does_not_pay(costs: Costs, branches: int) -> None:
     text = no_repeats_that_are_right(400)
     drafter = PromptLookup(branches=branches)
@@ -329,7 +328,7 @@ def test_bounds_are_refused(bad: dict[str, int]) -> None:
 @pytest.mark.parametrize("bad", [DraftRequest(0), DraftRequest(-2), DraftRequest(None, "sometimes")])
 def test_requests_are_refused(bad: DraftRequest) -> None:
     with pytest.raises(SpecGenError, match="num_assistant_tokens"):
-        PromptLookup().begin(rows_of([[1, 2]], request=bad))
+        begun(PromptLookup(), rows_of([[1, 2]], request=bad))
 
 
 class CountingDict(dict):
@@ -364,16 +363,16 @@ def test_work_of_a_round_does_not_grow_with_the_context(branches: int) -> None:
         text = (list(range(1, 31)) * 300)[: context + 60]
         sequences = rows_of([text[:context]], budget=60)
         drafter = PromptLookup(4, branches=branches)
-        drafter.begin(sequences)
-        (source,) = drafter._rows
+        session = begun(drafter, sequences)
+        (source,) = session._rows
         source.followers = [CountingDict(index) for index in source.followers]
         source.tokens = CountingList(source.tokens)
         work[context] = []
         while not sequences.done:
             CountingDict.uses = CountingList.reads = 0
-            round = walk(drafter.propose(sequences), [text], sequences)
+            round = walk(session.propose(sequences.room), [text], sequences)
             sequences.append(round)
-            drafter.observe(round)
+            session.observe(round)
             work[context].append((CountingDict.uses, CountingList.reads))
         assert sum(uses for uses, _ in work[context]) > 0
     assert work[60] == work[600] == work[6000]

@@ -11,7 +11,7 @@ from feature_cases import drafter_of as random_eagle
 from fitted import fitted, untrained
 from lookup_cases import CHEAP, Kept
 from oracle import drafter_from, eagle3_oracle, eagle_oracle, medusa_oracle, oracle_target
-from tiny import Watch, build, disturbed, garbled, ours, plain, prompts, texts_of, tiny
+from tiny import Watch, build, disturbed, few, garbled, ours, plain, prompts, some, texts_of, tiny
 
 from hf_specgen import (
     Costs,
@@ -27,8 +27,9 @@ from hf_specgen import (
     stock_candidates,
 )
 from hf_specgen.drafters import with_lookup
-from hf_specgen.drafters.prompt_lookup import Found
-from hf_specgen.drafting.drafter import DraftLength, Pace
+from hf_specgen.drafters.prompt_lookup import LookupSession
+from hf_specgen.drafting.copier import Continuations
+from hf_specgen.drafting.lengths import DraftLength, Pace
 from hf_specgen.round.costs import Rate
 
 CHAIN = {"tree": "chain"}
@@ -41,6 +42,9 @@ INNER: dict[str, tuple[str, dict[str, object]]] = {
     "medusa, dynamic": ("medusa", {**DYNAMIC, "num_heads": 4, "num_head_layers": 1}),
     "small": ("small", {}),
 }
+
+
+READ = [("eagle", {"tree": "chain"}), ("eagle3", DYNAMIC), ("eagle3, window, two layers", {"tree": "chain"})]
 
 
 def inner_of(name: str, model, texts: list[list[int]], **more: object) -> Drafter:
@@ -58,7 +62,7 @@ def lookup_of(texts: list[list[int]], keep: int, **settings: object) -> PromptLo
     return PromptLookup(corpus=parts, min_ngram=2, costs=CHEAP, **settings)
 
 
-@pytest.mark.parametrize("name", INNER)
+@pytest.mark.parametrize("name", few(INNER, "eagle3, dynamic", "medusa, chain", "small"))
 def test_greedy_text_is_plain_and_both_draft(name: str) -> None:
     model = tiny()
     ids, mask = prompts(RAGGED)
@@ -75,7 +79,7 @@ def test_greedy_text_is_plain_and_both_draft(name: str) -> None:
             assert watch.longest >= 3
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
+@pytest.mark.parametrize("family", few(("mistral", "gemma3_text"), "gemma3_text"))
 def test_other_targets(family: str) -> None:
     model, (ids, mask) = build(family), prompts(RAGGED)
     expected = plain(model, ids, mask, max_new_tokens=50)
@@ -89,10 +93,12 @@ def test_other_targets(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"),
-    [("eagle", {"tree": "chain"}), ("eagle3", DYNAMIC), ("eagle3, window, two layers", {"tree": "chain"})],
+    ("name", "shape", "most"),
+    few(
+        [(*case, most) for case in READ for most in (256, 5)],
+        *((*READ[0], 256), (*READ[1], 5), (*READ[2], 256)),
+    ),
 )
-@pytest.mark.parametrize("most", [256, 5])
 def test_an_eagle_cache_holds_what_a_fresh_reading_gives(name: str, shape, most: int, monkeypatch) -> None:
     """Hidden states of rounds that copied are fed when it drafts again, or, when too many wait, before that."""
     monkeypatch.setattr("hf_specgen.drafting.features._MOST_PENDING", most)
@@ -108,7 +114,7 @@ def test_an_eagle_cache_holds_what_a_fresh_reading_gives(name: str, shape, most:
     assert max(len(path) for round in watch.rounds for path in round.paths) > 5, "long copies were accepted"
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("family", few(("llama", "mistral"), "mistral"))
 def test_a_small_models_cache_holds_what_a_fresh_reading_gives(family: str) -> None:
     model, (ids, mask) = build(family), prompts(RAGGED)
     expected = plain(model, ids, mask, max_new_tokens=60)
@@ -137,10 +143,15 @@ def test_medusa_reads_the_newest_state() -> None:
 class Never(PromptLookup):
     """Find something in every row and round, and always the wrong thing."""
 
-    def _search(self, row: int, bound: int) -> Found:
+    def begin(self, call):
+        return NeverRight(self, call)
+
+
+class NeverRight(LookupSession):
+    def _search(self, row: int, bound: int) -> Continuations:
         found = super()._search(row, bound)
         newest = self._rows[row].tokens[-1]  # no target below repeats a token
-        return Found(self._rates[row][2], [[newest] * bound]) if bound else found
+        return Continuations(self._rates[row][2], [[newest] * bound]) if bound else found
 
 
 def oracle_of(method: str, target, **settings: object):
@@ -163,15 +174,14 @@ def missed(watch: Kept, copied: bool) -> int:
     )
 
 
-@pytest.mark.parametrize("shape", [CHAIN, DYNAMIC])
-@pytest.mark.parametrize("method", ["medusa", "eagle", "eagle3"])
+@pytest.mark.parametrize(("method", "shape"), some(("medusa", "eagle", "eagle3"), (CHAIN, DYNAMIC)))
 def test_a_lookup_that_is_always_wrong_costs_the_other_nothing(method: str, shape) -> None:
     target = oracle_target("successor")
     ids = torch.tensor([[3, 5], [2, 9], [1, 1], [7, 4]])
     expected = plain(target.model, ids, max_new_tokens=60)
     watch = Kept(WithLookup(oracle_of(method, target, **shape), Never(costs=CHEAP)))
     assert torch.equal(ours(target.model, watch, ids, max_new_tokens=60), expected)
-    (group,) = watch.inner._groups
+    (group,) = watch.session._groups
     assert watch.row_rounds(True) >= 1, "it was tried"
     assert watch.row_rounds(True) <= 4 * 4, "and given up"
     assert missed(watch, copied=False) == 0
@@ -179,7 +189,7 @@ def test_a_lookup_that_is_always_wrong_costs_the_other_nothing(method: str, shap
     if shape is CHAIN:
         (pace,) = watch.paces
         assert pace.rate.rates[0] > 0.8 and pace.rate.rates[1] > 0.8 and not pace._rest
-    assert watch.inner.lookup._rates[0][2].rates[0] < 0.1
+    assert watch.session.lookup._rates[0][2].rates[0] < 0.1
 
 
 def test_a_drafter_that_is_always_wrong_costs_the_lookup_nothing() -> None:
@@ -189,10 +199,10 @@ def test_a_drafter_that_is_always_wrong_costs_the_lookup_nothing() -> None:
     watch = Kept(WithLookup(SmallModel(tiny(9, layers=1), costs=CHEAP), lookup))
     assert torch.equal(ours(model, watch, ids, mask, max_new_tokens=60), expected)
     assert watch.row_rounds(True) > watch.row_rounds(False) and missed(watch, copied=True) <= 8
-    (group,) = watch.inner._groups
-    assert watch.inner.lookup._rates[0][2].rates[0] > 0.7
+    (group,) = watch.session._groups
+    assert watch.session.lookup._rates[0][2].rates[0] > 0.7
     assert group.rate.rates[0] <= 0.6, "no copy taught it"
-    assert watch.inner.drafter._pace.rate.rates[0] <= 0.6
+    assert watch.session.other.settings._pace.rate.rates[0] <= 0.6
 
 
 def test_where_every_row_copies_the_other_does_not_run() -> None:
@@ -211,15 +221,15 @@ def test_where_every_row_copies_the_other_does_not_run() -> None:
 
 def test_a_resting_drafter_leaves_its_rows_to_the_lookup() -> None:
     class Silent(Watch):
-        def propose(self, sequences) -> Draft:
+        def on_propose(self, sequences) -> Draft:
             return Draft.empty(len(sequences), sequences.prompt.device)
+
+        def on_observe(self, round) -> None: ...
 
     model, (ids, mask) = tiny(), prompts(RAGGED)
     expected = plain(model, ids, mask)
     lookup = PromptLookup(max_ngram=1, corpus=texts_of(expected, mask), costs=CHEAP)  # promises less than is assumed
     watch = Kept(WithLookup(Silent(SmallModel(tiny(1))), lookup))
-    watch.inner.drafter.begin = lambda _: None
-    watch.inner.drafter.observe = lambda _: None
     assert torch.equal(ours(model, watch, ids, mask), expected)
     assert watch.row_rounds(True) >= 6 and watch.row_rounds(False) == 0
     assert any(copied for copied, _ in watch.rows[0])
@@ -230,8 +240,8 @@ def test_what_is_not_used_is_tried_again() -> None:
     target = oracle_target("successor")
 
     class Late(Watch):
-        def propose(self, sequences) -> Draft:
-            draft = super().propose(sequences)
+        def on_propose(self, sequences) -> Draft:
+            draft = super().on_propose(sequences)
             wrong = sequences.lengths[0] < 40
             return Draft((draft.tokens + 1) % 20, draft.tree, draft.n_valid) if wrong and draft.width else draft
 
@@ -318,7 +328,7 @@ def test_statistics_name_both_and_any_way_in_works() -> None:
     drafter = WithLookup(inner_of("eagle3, chain", model, texts), lookup_of(texts, 6))
     out = ours(model, drafter, ids, mask, return_dict_in_generate=True)
     assert torch.equal(out.sequences, expected) and out.speculation.drafter == "PromptLookup + Eagle3Drafter"
-    assert drafter.hidden_layers == drafter.drafter.hidden_layers != ()
+    assert drafter.reads(model).hidden == drafter.drafter.hidden_layers != ()
     with stock_candidates(model, drafter) as calls:
         assert torch.equal(plain(model, ids, mask), expected)
     assert calls[0].stats.drafter == "PromptLookup + Eagle3Drafter" and calls[0].stats.num_accepted_tokens > 4
@@ -342,7 +352,6 @@ def test_an_interrupted_call_leaves_nothing_behind() -> None:
         ours(model, drafter, ids, mask, on_tokens=stop)
     for part, names in zip((drafter, drafter.drafter, drafter.lookup), before, strict=True):
         assert set(vars(part)) == set(names) and all(vars(part)[name] is value for name, value in names.items())
-    assert drafter.drafter._session is None
     inner: list[torch.Tensor] = []
 
     def again(row: int, tokens: list[int]) -> None:

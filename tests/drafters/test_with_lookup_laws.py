@@ -9,7 +9,7 @@ import torch
 from fitted import untrained
 from law import enumerate_law, p_value
 from lookup_cases import CHEAP, Kept
-from tiny import disturbed, tiny
+from tiny import disturbed, few, some, tiny
 
 from hf_specgen import (
     DenseQ,
@@ -23,6 +23,7 @@ from hf_specgen import (
     use_kernels,
 )
 from hf_specgen.drafters import with_lookup
+from hf_specgen.drafting.drafter import Call, Session
 from hf_specgen.ops import record
 
 ENOUGH = 1e-4
@@ -115,14 +116,15 @@ def test_under_processors_and_a_reduced_vocabulary(eight) -> None:
     assert p_value(draws, law, 8) > ENOUGH
 
 
-class Misreported(WithLookup):
+class Misreported(Kept):
     """Say of copied tokens that they were drawn from a flat law."""
 
-    def propose(self, sequences) -> Draft:
-        draft = super().propose(sequences)
-        if draft.q is None or not any(self._copied):
+    def on_propose(self, sequences) -> Draft:
+        draft = super().on_propose(sequences)
+        copied = self.session._copied
+        if draft.q is None or not any(copied):
             return draft
-        rows = torch.tensor(self._copied)
+        rows = torch.tensor(copied)
         if isinstance(draft.q, SparseQ):
             flat = torch.zeros(*draft.tokens.shape, sequences.vocab_size).double()
             return replace(draft, q=DenseQ(flat))
@@ -132,13 +134,13 @@ class Misreported(WithLookup):
 @pytest.mark.parametrize(("shape", "rule"), [("static", "rejection"), ("chain", "block")])
 def test_a_wrong_law_of_copies_is_noticed(shape: str, rule: str, four) -> None:
     law = enumerate_law(four, prompt(4), 3, do_sample=True, top_k=0)
-    watch = Kept(Misreported(inner_of("eagle", four, shape), PromptLookup(costs=CHEAP)))
+    watch = Misreported(WithLookup(inner_of("eagle", four, shape), PromptLookup(costs=CHEAP)))
     draws = draw(four, watch, 600, rule, tokens=3)
     assert watch.mixed >= 2
     assert p_value(draws, law, 4) < ENOUGH
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("rule", few(("rejection", "block"), "block"))
 def test_ids_that_no_law_can_name_are_not_offered(rule: str, eight) -> None:
     """A corpus of another tokenizer: its ids are copied as far as the target has them."""
     corpus = [
@@ -153,8 +155,7 @@ def test_ids_that_no_law_can_name_are_not_offered(rule: str, eight) -> None:
         assert any(bool((part > 7).any() or (part < 0).any()) for part in tokens) and watch.row_rounds(True)
 
 
-@pytest.mark.parametrize("sample", [True, False])
-@pytest.mark.parametrize("kind", ["eagle", "small"])
+@pytest.mark.parametrize(("kind", "sample"), some(("eagle", "small"), (True, False)))
 def test_a_row_writes_what_it_writes_alone(kind: str, sample: bool, eight) -> None:
     ids = torch.randint(1, 8, (3, 5), generator=torch.Generator().manual_seed(1))
     mask = torch.tensor([[1] * 5, [0, 0, 1, 1, 1], [0, 1, 1, 1, 1]])
@@ -177,9 +178,10 @@ def test_a_decision_that_looks_at_the_neighbours_is_noticed(eight, monkeypatch) 
     """What the test above is for: with rates that rows share, a drawn text depends on the batch."""
     begin = WithLookup.begin
 
-    def shared(self: WithLookup, sequences) -> None:
-        begin(self, sequences)
-        self._groups = [with_lookup._Group(list(range(len(sequences))))]
+    def shared(self: WithLookup, call: Call) -> Session:
+        session = begin(self, call)
+        session._groups = [with_lookup._Group(list(range(call.rows)))]
+        return session
 
     monkeypatch.setattr(WithLookup, "begin", shared)
     with pytest.raises(AssertionError):

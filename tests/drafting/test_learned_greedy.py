@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
+from itertools import product
 
 import pytest
 import torch
 from fitted import fitted
-from tiny import FAMILIES, Watch, build, ours, plain, prompts, texts_of, tiny
+from tiny import FAMILIES, Watch, build, few, ours, plain, prompts, texts_of, tiny
 
 from hf_specgen import last_stats
 from hf_specgen.drafting.learned import LearnedDrafter
@@ -25,16 +26,14 @@ METHODS: dict[str, dict[str, object]] = {
 }
 TARGETS = ("llama", "qwen3", "gemma3_text", "mistral", "gpt_oss")
 BATCHES = {"one": [7], "four": [5, 9, 1, 7]}
-CASES = [
-    pytest.param(
-        family,
-        method,
-        shape,
-        marks=() if (at + number + place) % 3 == 0 else pytest.mark.slow,
-    )
-    for place, family in enumerate(TARGETS)
-    for at, method in enumerate(METHODS)
-    for number, shape in enumerate(SHAPES)
+# every target, method and shape
+QUICK = [
+    ("llama", "eagle", "dynamic"),
+    ("llama", "eagle3", "static"),
+    ("qwen3", "medusa", "dynamic"),
+    ("mistral", "medusa", "chain"),
+    ("gemma3_text", "eagle3", "dynamic"),
+    ("gpt_oss", "eagle", "static"),
 ]
 
 # every method and every shape at least once
@@ -64,7 +63,7 @@ def learned(method: str, shape: str, model, texts: list[list[int]], **settings: 
     return fitted(method, model, texts, **{**METHODS[method], **SHAPES[shape], **settings})
 
 
-@pytest.mark.parametrize(("family", "method", "shape"), CASES)
+@pytest.mark.parametrize(("family", "method", "shape"), few(product(TARGETS, METHODS, SHAPES), *QUICK))
 def test_greedy_is_plain_greedy(family: str, method: str, shape: str, models) -> None:
     model = models(family)
     for lengths in BATCHES.values():
@@ -91,7 +90,7 @@ def test_rows_that_end_early_leave(method: str, shape: str, models) -> None:
     assert watch.longest >= 2
 
 
-@pytest.mark.parametrize(("method", "shape"), PAIRS)
+@pytest.mark.parametrize(("method", "shape"), few(product(METHODS, SHAPES), ("eagle3", "dynamic")))
 def test_a_used_drafter_knows_nothing_of_the_call(method: str, shape: str, models) -> None:
     model = models("llama")
     ids, mask = prompts([5, 9])
@@ -108,7 +107,7 @@ def test_a_used_drafter_knows_nothing_of_the_call(method: str, shape: str, model
     assert not any(parameter is model.get_input_embeddings().weight for parameter in drafter.parameters())
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", few(METHODS, "eagle3"))
 def test_one_drafter_serves_targets_in_turn(method: str) -> None:
     first, second = tiny(0), tiny(1)
     ids, mask = prompts([5, 9])
@@ -132,7 +131,7 @@ def test_a_chunked_prompt_drafts_as_a_whole_one(method: str, shape: str, models)
     assert whole.longest >= 2
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", few(METHODS, "medusa", "eagle3"))
 def test_default_shape_and_lengths(method: str, models) -> None:
     model = models("llama")
     ids, mask = prompts([5, 9, 1, 7])
@@ -146,7 +145,9 @@ def test_default_shape_and_lengths(method: str, models) -> None:
         assert watch.width == asked
 
 
-@pytest.mark.parametrize(("method", "shape"), PAIRS)
+@pytest.mark.parametrize(
+    ("method", "shape"), few(product(METHODS, SHAPES), ("medusa", "static"), ("eagle3", "dynamic"))
+)
 def test_half_precision_targets_and_drafters(method: str, shape: str) -> None:
     model = tiny(vocab=32).to(torch.bfloat16)
     ids, mask = prompts([5, 9, 1], vocab=32)

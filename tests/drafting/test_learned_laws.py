@@ -10,7 +10,7 @@ import torch
 from fitted import untrained
 from law import enumerate_law, p_value
 from learned_law_cases import SETTINGS, SHAPES, draw, model_of, prompt
-from tiny import Watch, some
+from tiny import Watch, few, some
 
 from hf_specgen import DenseQ, Draft, SpecGenError, SpeculativeDecoding
 
@@ -61,8 +61,8 @@ def sampled(method: str, model, shape: str, **settings: object) -> Watch:
     [
         *[(method, "static", "rejection") for method in METHODS],
         ("medusa", "chain", "block"),
-        ("eagle", "chain", "rejection"),
         ("eagle3", "chain", "block"),
+        pytest.param("eagle", "chain", "rejection", marks=pytest.mark.slow),
         pytest.param("medusa", "chain", "rejection", marks=pytest.mark.slow),
         pytest.param("eagle", "chain", "block", marks=pytest.mark.slow),
         pytest.param("eagle3", "chain", "rejection", marks=pytest.mark.slow),
@@ -81,9 +81,13 @@ def test_sampled_drafts(method: str, shape: str, rule: str, four) -> None:
 
 @pytest.mark.parametrize(
     ("drafter", "name"),
-    some(
-        (("medusa", "chain"), ("medusa", "static"), ("eagle", "static"), ("eagle3", "static")),
-        ("temperature, top-k", "top-p, repetition"),
+    few(
+        product(
+            (("medusa", "chain"), ("medusa", "static"), ("eagle", "static"), ("eagle3", "static")),
+            ("temperature, top-k", "top-p, repetition"),
+        ),
+        (("medusa", "static"), "temperature, top-k"),
+        (("eagle3", "static"), "top-p, repetition"),
     ),
 )
 def test_sampled_drafts_under_processors(name: str, drafter: tuple[str, str], eight) -> None:
@@ -123,8 +127,8 @@ def test_drawn_dynamic_trees_are_refused(method: str, four) -> None:
 class Misreported(Watch):
     """Hand over another law than the drafted tokens were drawn from."""
 
-    def propose(self, sequences) -> Draft:
-        draft = super().propose(sequences)
+    def on_propose(self, sequences) -> Draft:
+        draft = super().on_propose(sequences)
         return draft if draft.q is None else self.change(draft)
 
     def change(self, draft: Draft) -> Draft:

@@ -124,7 +124,7 @@ def test_full_depth_off_the_spine(name: str, shape: str, texts) -> None:
 class Late(Watch):
     """Hand on every hidden state one position too late."""
 
-    def observe(self, round: Round) -> None:
+    def on_observe(self, round: Round) -> None:
         first = not self.rounds
         shifted = []
         for place, layer in enumerate(round.hidden):
@@ -133,7 +133,7 @@ class Late(Watch):
         at = torch.full_like(round.verdict.n, -1) if first else round.verdict.n
         self.newest = [layer[torch.arange(len(layer)), at][:, None] for layer in round.hidden]
         self.rounds.append(round)
-        self.inner.observe(replace(round, hidden=tuple(shifted)))
+        self.session.observe(replace(round, hidden=tuple(shifted)))
 
 
 Twist = Callable[[LearnedDrafter, OracleTarget], None]
@@ -179,7 +179,7 @@ def hide_ancestors(
 
 def early_tokens(drafter: LearnedDrafter, target: OracleTarget) -> None:
     inner, follows = drafter.embed, torch.tensor(target.follows)
-    drafter.embed = lambda tokens: inner(follows[tokens.clamp(0, VOCAB - 1)])
+    drafter.embed = lambda tokens, parts: inner(follows[tokens.clamp(0, VOCAB - 1)], parts)
 
 
 def shifted_map(drafter: LearnedDrafter, target: OracleTarget) -> None:

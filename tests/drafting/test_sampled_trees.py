@@ -29,11 +29,10 @@ from coin_boxes import (
     weighted_drafts,
 )
 from law import enumerate_law, p_value
-from tiny import Watch, prompts, tiny
+from tiny import Handmade, Watch, prompts, tiny
 from torch import Tensor
 
 import hf_specgen
-from hf_specgen.drafting.drafter import Drafter
 from hf_specgen.drafting.shapes import ABSENT, StaticShape
 from hf_specgen.round.coins import DRAFT, Coins
 from hf_specgen.round.records import DenseQ, Draft, Round
@@ -241,19 +240,19 @@ def test_siblings_are_distinct_and_laws_are_theirs() -> None:
     assert torch.equal(shape.laws(2, scores), scores.expand(40, 6, 300))
 
 
-class Drawing(Drafter):
+class Drawing(Handmade):
     """Draft a tree of drawn tokens with a model that reads the whole text again for every node."""
 
     def __init__(self, model: torch.nn.Module, shape: StaticShape, fault: Mutate = lambda draft: draft) -> None:
         self.model, self.shape, self.fault = model, shape, fault
 
-    def begin(self, sequences: Sequences) -> None:
+    def on_begin(self, sequences: Sequences) -> None:
         self.tree = self.shape.tree(sequences.prompt.device)
         self.absent = 0
 
     @torch.no_grad()
-    def propose(self, sequences: Sequences) -> Draft:
-        shape, rows = self.shape.cut(max(1, *sequences.room)), torch.arange(len(sequences))
+    def on_propose(self, sequences: Sequences) -> Draft:
+        shape, rows = self.shape.cut(max(1, *self.room)), torch.arange(len(sequences))
         tokens, laws = torch.zeros(len(rows), 0, dtype=torch.long), []
         for depth in range(1, shape.max_depth + 1):
             parents = shape.expanding(depth - 1)
@@ -269,10 +268,10 @@ class Drawing(Drafter):
             scores = sequences.warp(logits, owners, lambda place: None).view(len(rows), len(parents), -1)
             tokens = torch.cat([tokens, shape.draw(depth, scores, sequences.coins())], 1)
             laws.append(shape.laws(depth, scores))
-        n_valid = shape.n_valid(torch.tensor(sequences.room))
+        n_valid = shape.n_valid(torch.tensor(self.room))
         return self.fault(Draft(tokens, shape.tree(), n_valid, DenseQ(torch.cat(laws, 1)), True))
 
-    def observe(self, round: Round) -> None:
+    def on_observe(self, round: Round) -> None:
         self.absent += int((round.draft.tokens == ABSENT).sum())
 
 

@@ -9,9 +9,8 @@ from functools import cache
 import pytest
 import torch
 from coin_boxes import TableScores
-from tiny import ours, plain, prompts, tiny
+from tiny import Handmade, ours, plain, prompts, tiny
 
-from hf_specgen.drafting.drafter import Drafter
 from hf_specgen.drafting.sequoia import (
     Measured,
     Paths,
@@ -200,21 +199,21 @@ def test_measured_rates_are_the_chances_of_the_tokens() -> None:
     assert mean == pytest.approx(expected_tokens(SHAPE.paths, same_rates(law.tolist(), 3)), abs=0.03)
 
 
-class Second(Drafter):
+class Second(Handmade):
     """Draft the right token as every node's second child, something else as its first."""
 
     def __init__(self, texts: list[list[int]], shape: StaticShape) -> None:
         self.texts, self.shape = texts, shape
 
-    def begin(self, sequences: Sequences) -> None:
+    def on_begin(self, sequences: Sequences) -> None:
         """Need nothing."""
 
-    def propose(self, sequences: Sequences) -> Draft:
+    def on_propose(self, sequences: Sequences) -> Draft:
         rows = [
             [(text + [0] * 9)[len(tokens) + len(path) - 1] + (path[-1] != 1) for path in self.shape.paths]
             for text, tokens in zip(self.texts, sequences.tokens, strict=True)
         ]
-        n_valid = self.shape.n_valid(torch.tensor(sequences.room))
+        n_valid = self.shape.n_valid(torch.tensor(self.room))
         return Draft(torch.tensor(rows).remainder(64), self.shape.tree(), n_valid)
 
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_specgen.drafting.shapes import ABSENT, DynamicShape, Growth, StaticShape, parse_shape, rerank, top
+from hf_specgen.drafting.growth import Growth, rerank
+from hf_specgen.drafting.shapes import ABSENT, DynamicShape, StaticShape, parse_shape, top
 from hf_specgen.errors import SpecGenError
+from hf_specgen.round.coins import Coins
 from hf_specgen.round.costs import Costs
 from hf_specgen.round.records import Tree
 
@@ -430,3 +432,25 @@ def test_top_where_all_are_equal() -> None:
     values, ids = top(torch.zeros(1, 2, 8192), 5)
     assert not values.any()
     assert all(len(set(row)) == 5 for row in ids[0].tolist())
+
+
+class HalfCoins(Coins):
+    """Toss one half everywhere."""
+
+    def uniform(self, rows: Tensor, depth: Tensor | int, use: int, sibling: Tensor | int = 0) -> Tensor:
+        return torch.full((len(rows),), 0.5, dtype=torch.float64)
+
+
+def test_a_level_of_a_drawn_chain_sends_no_list_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = StaticShape.chain(3)
+    scores = torch.randn(2, 1, 8)
+    coins = HalfCoins(torch.tensor([1, 1]), torch.tensor([0, 1]), torch.tensor([5, 9]))
+
+    def refuse(*_: object, **__: object) -> Tensor:
+        raise AssertionError("a list travels to the device")
+
+    monkeypatch.setattr(torch, "tensor", refuse)
+    assert chain.draw(2, scores, coins).shape == (2, 1)
+    assert chain.laws(2, scores) is scores
+    with pytest.raises(AssertionError, match="travels"):
+        StaticShape.product([2]).draw(1, scores, coins)

@@ -14,7 +14,7 @@ from method_runs import rolled_out
 from oracle import VOCAB, drafter_from, eagle3_oracle, eagle_oracle, medusa_oracle, oracle_target
 from oracle_cases import BUDGET, judged, random_prompts
 from oracle_cases import SHAPES as DEPTHS
-from tiny import Watch, build, ours, plain, prompts, tiny
+from tiny import Watch, build, few, ours, plain, prompts, some, tiny
 
 from hf_specgen import IncompatibleDrafter, SpecGenError, load_drafter, write_card
 from hf_specgen.checkpoints.formats.base import layout_named
@@ -61,8 +61,7 @@ def test_the_law_is_the_whole_heads_over_fewer_ids(kind: str, family: str) -> No
     assert whole.config.own_head or short.parts.head_size == 4 * 32
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("kind", "shape"), some(KINDS, SHAPES))
 def test_greedy_texts_stay_and_no_other_id_is_drafted(kind: str, shape: str) -> None:
     model = tiny()
     ids, mask = prompts([5, 17, 11])
@@ -127,7 +126,13 @@ def test_sampled_drafts_keep_the_law(kind: str, shape: str, eight) -> None:
     assert p_value(draws[:, [1, 0, 2]], law, 8) < 1e-4
 
 
-@pytest.mark.parametrize(("kind", "shape"), [*CASES, ("eagle", "dynamic"), ("eagle3, the target's head", "chain")])
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    few(
+        (*CASES, ("eagle", "dynamic"), ("eagle3, the target's head", "chain")),
+        *(("medusa", "static"), ("eagle", "dynamic"), ("eagle3", "chain")),
+    ),
+)
 def test_the_seeds_text_stays(kind: str, shape: str, eight) -> None:
     for rule, sample in (("rejection", False), ("gumbel", shape != "dynamic")):
         expected = draw(eight, None, 30, rule, top_k=0)

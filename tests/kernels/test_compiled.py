@@ -31,12 +31,12 @@ def compiled(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_small_kernels_compile_for_every_target_and_are_remembered(tmp_path: Path) -> None:
-    few = ["--only", "uniform siblings,ngrams copy", "--workers", "1", "--cache", str(tmp_path / "cache")]
+    few = ["--only", "uniform siblings,tree_mask chunked", "--workers", "1", "--cache", str(tmp_path / "cache")]
     first = compiled(*few, "--json", str(tmp_path / "all.json"), "--markdown")
     assert first.returncode == 0, first.stderr
     found = [Compiled(**one) for one in json.loads((tmp_path / "all.json").read_text())]
     assert {(one.kernel, one.target) for one in found} == {
-        (kernel, target) for kernel in ("uniform siblings", "match_ngrams copy") for target in TARGETS
+        (kernel, target) for kernel in ("uniform siblings", "tree_mask chunked") for target in TARGETS
     }
     assert all(one.registers > 0 and not one.fault for one in found)
     assert all((one.scalars > 0) == (one.target == "gfx942") for one in found)

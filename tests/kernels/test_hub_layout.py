@@ -17,7 +17,12 @@ import torch
 from hf_specgen import ops
 from hf_specgen.kernels import hub_layout
 
-IDS, LENGTHS = torch.tensor([[1, 2, 3, 1, 2], [4, 4, 4, 0, 0]]), torch.tensor([5, 3])
+# two lanes with 2 and 1 tokens of text, a root and two nodes behind them, in 5 slots, without a window
+MASK = (torch.tensor([2, 1]), torch.tensor([[-1, 0], [-1, -1]]), 5, 5, 0, False)
+SEEN = [
+    [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]],
+    [[1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 0, 1, 0]],
+]
 
 
 def read(build: Path) -> dict:
@@ -67,23 +72,22 @@ def test_a_build_a_backend_with_what_the_library_reads(builds: dict[str, Path]) 
 def test_a_loaded_build_works_on_its_own(kernel: ModuleType) -> None:
     assert set(kernel.__all__) == set(ops.__all__)
     with ops.record() as ours, kernel.record() as theirs:
-        tokens, found = kernel.match_ngrams(IDS, LENGTHS, 3, 1, 4)
-    assert tokens.tolist() == [[3, 1, 2, 3], [4, 4, 4, 4]]
-    assert found.tolist() == [4, 4]
-    assert (theirs, ours) == ({("match_ngrams", "reference"): 1}, {})
+        seen = kernel.tree_mask(*MASK)
+    assert seen.int().tolist() == SEEN
+    assert (theirs, ours) == ({("tree_mask", "reference"): 1}, {})
     assert not [name for name, module in sys.modules.items() if name.startswith(f"{kernel.__name__}.hf_specgen")]
 
 
 def test_its_operators_stand_beside_those_of_the_package(kernel: ModuleType) -> None:
     pytest.importorskip("triton")
     with kernel.use_kernels("triton"):
-        theirs = kernel.match_ngrams(IDS, LENGTHS, 3, 1, 4)
+        theirs = kernel.tree_mask(*MASK)
     with ops.use_kernels("triton"):
-        ours = ops.match_ngrams(IDS, LENGTHS, 3, 1, 4)
-    assert all(map(torch.equal, theirs, ours))
+        ours = ops.tree_mask(*MASK)
+    assert torch.equal(theirs, ours)
     space = vars(torch.ops)[kernel.__name__]
-    assert str(space.match_ngrams.default) == f"{kernel.__name__}.match_ngrams.default"
-    assert str(torch.ops.hf_specgen.match_ngrams.default) == "hf_specgen.match_ngrams.default"
+    assert str(space.tree_mask.default) == f"{kernel.__name__}.tree_mask.default"
+    assert str(torch.ops.hf_specgen.tree_mask.default) == "hf_specgen.tree_mask.default"
 
 
 def test_every_module_of_a_build_imports(kernel: ModuleType) -> None:
@@ -104,9 +108,7 @@ def test_other_sources_make_another_build(tmp_path: Path, monkeypatch: pytest.Mo
     assert other.__name__ != kernel.__name__
     if find_spec("triton"):
         with other.use_kernels("triton"), kernel.use_kernels("triton"):
-            assert torch.equal(
-                other.match_ngrams(IDS, LENGTHS, 3, 1, 4)[0], kernel.match_ngrams(IDS, LENGTHS, 3, 1, 4)[0]
-            )
+            assert torch.equal(other.tree_mask(*MASK), kernel.tree_mask(*MASK))
 
 
 @pytest.mark.parametrize(
@@ -149,4 +151,4 @@ def test_the_library_itself_loads_it(builds: dict[str, Path], kernel: ModuleType
         pytest.skip("the PyPI package `kernels` is not installed")
     loaded = library.get_local_kernel(builds["torch-cpu"].parents[1], backend="cpu")
     assert loaded.__name__ == kernel.__name__
-    assert loaded.match_ngrams(IDS, LENGTHS, 3, 1, 2)[0].tolist() == [[3, 1], [4, 4]]
+    assert loaded.tree_mask(*MASK).int().tolist() == SEEN

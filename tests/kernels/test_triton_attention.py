@@ -14,6 +14,9 @@ from hf_specgen import ops
 from hf_specgen.kernels import reference_attention
 from hf_specgen.models.attention import use_attention
 from hf_specgen.models.cached_model import CachedModel
+from hf_specgen.models.passes import Pass
+from hf_specgen.models.prompt import Prompt
+from hf_specgen.models.visibility import TreeVisibility
 from hf_specgen.round.records import Tree
 
 triton = pytest.importorskip("triton")
@@ -232,11 +235,11 @@ def logits_of(model, backend: str) -> Tensor:
     """Score one tree round over ragged rows, its mask and attention in the backend."""
     ids, _ = prompts(LENGTHS)
     cached = CachedModel(model, len(LENGTHS))
-    cached.prefill(ids.to(model.device), LENGTHS)
+    cached.prefill(Prompt(ids.to(model.device), LENGTHS))
     block = torch.randint(1, 64, (len(LENGTHS), 5), generator=torch.Generator().manual_seed(1)).to(model.device)
     tree = Tree(random_tree(random.Random(2), len(LENGTHS), 4).parents.to(model.device))
     with ops.use_kernels(backend), ops.record() as calls, torch.no_grad():
-        found = cached.extend(block, tree).logits
+        found = cached.run(Pass(block, TreeVisibility(tree))).logits
     assert calls["tree_attention", backend] == model.config.num_hidden_layers
     return found
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny import few
 from walk_cases import Kind, agree, make
 
 from hf_specgen import ops
@@ -33,7 +34,7 @@ def accepted(name: str, seed: int) -> int:
     return int(found[1].sum())
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", few(KINDS, "dense", "sparse", "broken rows", "narrow draft"))
 def test_the_kernel_agrees_with_its_reference(name: str) -> None:
     accepted(name, 1)
 

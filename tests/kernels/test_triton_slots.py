@@ -10,12 +10,9 @@ import sys
 
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_specgen import ops
-from hf_specgen.drafters.prompt_lookup import Source
 from hf_specgen.kernels import reference_slots
 
 triton = pytest.importorskip("triton")
@@ -222,69 +219,11 @@ def test_the_mask_comparison_can_fail(spoil: str) -> None:
     assert differ > 3
 
 
-def looked_up(text: list[int], max_ngram: int, min_ngram: int, count: int) -> list[int]:
-    """Ask the index that ``PromptLookup`` keeps on the host."""
-    source = Source(max_ngram, 1, list(text))
-    for n in range(min(max_ngram, len(text)), min_ngram - 1, -1):
-        for place in source.find(n, tuple(text[-n:])):
-            return source.read(place, count)
-    return []
-
-
-def check_ngrams(backend: str, texts: list[list[int]], max_ngram: int, min_ngram: int, count: int) -> None:
-    width = max(map(len, texts))
-    ids = torch.tensor([text + [0] * (width - len(text)) for text in texts], dtype=torch.long, device=DEVICE)
-    lengths = torch.tensor([len(text) for text in texts], device=DEVICE)
-    with ops.use_kernels(backend), ops.record() as calls:
-        tokens, found = ops.match_ngrams(ids.view(len(texts), width), lengths, max_ngram, min_ngram, count)
-    assert calls == {("match_ngrams", backend): 1}
-    for row, text in enumerate(texts):
-        wanted = looked_up(text, max_ngram, min_ngram, count)
-        assert int(found[row]) == len(wanted), (backend, text)
-        assert tokens[row].tolist() == (wanted or [0] * count), (backend, text)
-
-
-TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=24), min_size=1, max_size=3)
-
-
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-@settings(max_examples=60)
-@given(texts=TEXTS, min_ngram=st.integers(1, 3), more=st.integers(0, 3), count=st.integers(0, 20))
-@example(texts=[[]], min_ngram=1, more=0, count=3)
-@example(texts=[[1], [1, 1]], min_ngram=1, more=0, count=3)
-@example(texts=[[5, 6, 7, 5, 6], [5, 6, 5, 6]], min_ngram=2, more=1, count=9)
-def test_lookup_is_that_of_the_host(
-    backend: str, texts: list[list[int]], min_ngram: int, more: int, count: int
-) -> None:
-    check_ngrams(backend, texts, min_ngram + more, min_ngram, count)
-
-
-def test_lookup_in_texts_longer_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_slots, "_PARTS", 2)
-    chance = random.Random(0)
-    texts = [[chance.randrange(40) for _ in range(length)] for length in (2500, 2500, 1024, 1025, 30)]
-    texts[0][10:13] = texts[0][-3:]  # a longer match far away beats a shorter one near by
-    texts[1][2200:2203] = texts[1][-3:]
-    for backend in ("reference", "triton"):
-        check_ngrams(backend, texts, 3, 1, 8)
-
-
-def test_lookup_by_a_wrong_rule_differs() -> None:
-    """Negative control: the first occurrence instead of the latest, and a suffix one token too long."""
-    text = [1, 2, 1, 3, 1]
-    ids, length = torch.tensor([text], device=DEVICE), torch.tensor([5], device=DEVICE)
-    tokens, _ = reference_slots.match_ngrams(ids, length, 1, 1, 1)
-    assert tokens.tolist() == [[3]]
-    assert int(reference_slots.match_ngrams(ids, length, 2, 2, 1)[1]) == 0
-
-
 def samples() -> list[tuple]:
     lengths, parents, *rest = mask_case(4)
     moves = Moves(3)
-    ids = torch.randint(0, 3, (2, 12), device=DEVICE)
     return [
         (triton_slots.tree_mask, (lengths.to(DEVICE), parents.to(DEVICE), *rest)),
-        (triton_slots.match_ngrams, (ids, torch.tensor([12, 5], device=DEVICE), 3, 1, 4)),
         (
             triton_slots.move_slots,
             ([buffer.to(DEVICE) for buffer in moves.buffers], moves.source.to(DEVICE), moves.destination.to(DEVICE)),
@@ -292,7 +231,7 @@ def samples() -> list[tuple]:
     ]
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(2))
 def test_custom_operators_keep_their_promises(number: int) -> None:
     operator, arguments = samples()[number]
     torch.library.opcheck(operator, arguments)
@@ -325,20 +264,11 @@ def test_many_random_cases() -> None:
         check_mask(seed)
 
 
-@pytest.mark.slow
-@settings(max_examples=500)
-@given(texts=st.lists(st.lists(st.integers(0, 3), max_size=60), min_size=1, max_size=4), top=st.integers(1, 6))
-def test_many_random_texts(texts: list[list[int]], top: int) -> None:
-    check_ngrams("triton", texts, top, 1, 17)
-
-
 @pytest.mark.gpu
 def test_on_a_card() -> None:
     for seed in range(1000, 1100):
         check_moves(seed, 300)
         check_mask(seed)
-    chance = random.Random(1)
-    check_ngrams("triton", [[chance.randrange(50) for _ in range(9000 * row)] for row in range(4)], 3, 1, 8)
 
 
 @pytest.mark.gpu

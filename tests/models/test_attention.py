@@ -19,6 +19,9 @@ from hf_specgen.kernels.reference_attention import tree_attention
 from hf_specgen.models import attention
 from hf_specgen.models.attention import PassAttention, use_attention
 from hf_specgen.models.cached_model import CachedModel
+from hf_specgen.models.passes import Pass
+from hf_specgen.models.prompt import ChunkedPrompt, Prompt
+from hf_specgen.models.visibility import TreeVisibility
 from hf_specgen.round.records import Tree
 
 GROUPED = "llama qwen2 qwen3 mistral gemma3_text phi3 mixtral qwen3_moe olmo2 cohere2 smollm3".split()
@@ -95,11 +98,11 @@ def passes(model, which: str, tree: str) -> tuple[list[Tensor], int]:
     found = []
     with use_attention(which), ops.record() as calls:
         cached = CachedModel(model, len(LENGTHS))
-        cached.prefill(ids, LENGTHS)
+        cached.prefill(Prompt(ids, LENGTHS))
         for _ in range(3):
             shape = Tree.chain(6) if tree == "chain" else random_tree(chance, len(LENGTHS), 6)
             block = torch.tensor([[chance.randrange(1, 64) for _ in range(7)] for _ in LENGTHS])
-            found.append(cached.extend(block, shape).logits)
+            found.append(cached.run(Pass(block, TreeVisibility(shape))).logits)
             cached.cache.commit([3, 1, 2, 0], torch.zeros(4, 2, dtype=torch.long) if tree == "chain" else None)
     return found, calls["tree_attention", "reference"]
 
@@ -140,7 +143,7 @@ def test_a_prompt_in_chunks_goes_through_it_too(family: str) -> None:
     results = {}
     for which in ("model", "tree"):
         with use_attention(which), torch.no_grad(), ops.record() as calls:
-            results[which] = CachedModel(model, 4).prefill(ids, LENGTHS, chunk=7).logits
+            results[which] = CachedModel(model, 4).prefill(ChunkedPrompt(ids, LENGTHS, chunk=7)).logits
         assert calls["tree_attention", "reference"] == (8 if which == "tree" else 0)
     assert float((results["tree"] - results["model"]).abs().max()) < 5e-5
 
@@ -185,7 +188,7 @@ def test_a_pass_that_fails_leaves_the_config_alone(family: str, impl: str) -> No
     model = build(family, impl)
     ids, _ = prompts(LENGTHS)
     cached = CachedModel(model, 4)
-    cached.prefill(ids, LENGTHS)
+    cached.prefill(Prompt(ids, LENGTHS))
     during = []
 
     def fail(module, args, kwargs):
@@ -194,7 +197,7 @@ def test_a_pass_that_fails_leaves_the_config_alone(family: str, impl: str) -> No
 
     handle = model.model.layers[1].self_attn.register_forward_pre_hook(fail, with_kwargs=True)
     with pytest.raises(KeyboardInterrupt):
-        cached.extend(torch.ones(4, 2, dtype=torch.long), Tree.chain(1))
+        cached.run(Pass.chain(torch.ones(4, 2, dtype=torch.long)))
     handle.remove()
     assert during == [attention._NAMES[impl]]
     assert model.config._attn_implementation == impl
@@ -224,10 +227,10 @@ def test_other_threads_keep_the_models_own_attention(family: str, impl: str, pad
             thread.join()
 
     cached = CachedModel(model, 4)
-    cached.prefill(prompts(LENGTHS)[0], LENGTHS)
+    cached.prefill(Prompt(prompts(LENGTHS)[0], LENGTHS))
     handle = model.model.layers[1].self_attn.register_forward_pre_hook(elsewhere, with_kwargs=True)
     with torch.no_grad():
-        cached.extend(torch.ones(4, 2, dtype=torch.long), Tree.chain(1))
+        cached.run(Pass.chain(torch.ones(4, 2, dtype=torch.long)))
     handle.remove()
     name, found, calls = met
     assert name == attention._NAMES[impl] and calls == {}

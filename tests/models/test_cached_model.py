@@ -12,6 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_specgen import UnsupportedTarget
 from hf_specgen.models.cached_model import CachedModel
+from hf_specgen.models.passes import Pass
+from hf_specgen.models.prompt import ChunkedPrompt, Prompt
+from hf_specgen.models.visibility import TreeVisibility
 from hf_specgen.round.records import Tree
 
 
@@ -22,6 +25,11 @@ def path_to(tree: Tree, row: int, node: int) -> list[int]:
         path.append(node)
         node = int(tree.parents[row, node])
     return path[::-1]
+
+
+def prompt_of(ids: torch.Tensor, lengths: list[int], chunk: int | None) -> Prompt:
+    """Return a prompt that is read whole, or in chunks."""
+    return Prompt(ids, lengths) if chunk is None else ChunkedPrompt(ids, lengths, chunk=chunk)
 
 
 def written(text: list[int], block: torch.Tensor, path: list[int]) -> list[int]:
@@ -47,12 +55,12 @@ def largest_error(model, rounds: int = 4, width: int = 7, chunk: int | None = No
     ids, mask = prompts(LENGTHS)
     texts = [row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True)]
     cached = CachedModel(model, len(texts))
-    first = cached.prefill(ids, LENGTHS, chunk=chunk)
+    first = cached.prefill(prompt_of(ids, LENGTHS, chunk))
     worst = float((first.logits[:, 0] - plain_logits(model, texts)[0]).abs().max())
     for _ in range(rounds):
         block = torch.tensor([[chance.randrange(1, 64) for _ in range(width + 1)] for _ in texts])
         tree = random_tree(chance, len(texts), width)
-        scored = cached.extend(block, tree, hidden=True)
+        scored = cached.run(Pass(block, TreeVisibility(tree), hidden=True))
         paths = [[path_to(tree, row, node) for node in range(-1, width)] for row in range(len(texts))]
         whole = [written(text, block[r], path) for r, text in enumerate(texts) for path in paths[r]]
         logits, hidden = plain_logits(model, whole)
@@ -95,7 +103,7 @@ def test_prompt_hidden_states_are_left_padded_as_in_plain(chunk: int | None) -> 
     ids, mask = prompts(LENGTHS)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
-        ours = CachedModel(model, 4).prefill(ids, LENGTHS, hidden=True, chunk=chunk).hidden
+        ours = CachedModel(model, 4).prefill(prompt_of(ids, LENGTHS, chunk), hidden=True).hidden
         theirs = model(ids, attention_mask=mask, position_ids=positions, output_hidden_states=True).hidden_states
     assert len(ours) == len(theirs) == 3
     for mine, plain in zip(ours, theirs, strict=True):
@@ -107,10 +115,10 @@ def test_wanted_columns_come_in_the_order_named() -> None:
     model = tiny()
     ids, _ = prompts(LENGTHS)
     cached = CachedModel(model, 4)
-    cached.prefill(ids, LENGTHS)
+    cached.prefill(Prompt(ids, LENGTHS))
     block = torch.randint(1, 64, (4, 4))
-    everything = cached.extend(block, Tree.chain(3)).logits
-    kept = cached.extend(block, Tree.chain(3), keep=[3, 0]).logits
+    everything = cached.run(Pass.chain(block)).logits
+    kept = cached.run(Pass.chain(block, columns=(3, 0))).logits
     assert torch.equal(kept, everything[:, [3, 0]])
 
 
@@ -119,24 +127,24 @@ def test_scoring_twice_changes_nothing() -> None:
     model = build("mistral")
     ids, _ = prompts(LENGTHS)
     cached = CachedModel(model, 4)
-    cached.prefill(ids, LENGTHS)
+    cached.prefill(Prompt(ids, LENGTHS))
     block = torch.randint(1, 64, (4, 6))
-    first = cached.extend(block, Tree.chain(5)).logits
-    cached.extend(torch.randint(1, 64, (4, 9)), Tree.chain(8))
-    assert torch.equal(cached.extend(block, Tree.chain(5)).logits, first)
+    first = cached.run(Pass.chain(block)).logits
+    cached.run(Pass.chain(torch.randint(1, 64, (4, 9))))
+    assert torch.equal(cached.run(Pass.chain(block)).logits, first)
 
 
 def test_places_behind_n_valid_stay_within_the_learned_positions() -> None:
     model = build("gpt2", max_position_embeddings=26)
     ids, _ = prompts(LENGTHS)
     cached = CachedModel(model, 4)
-    cached.prefill(ids, LENGTHS)
+    cached.prefill(Prompt(ids, LENGTHS))
     seen: list[int] = []
     model.transformer.wpe.register_forward_pre_hook(lambda _, args: seen.append(int(args[0].max())))
-    cached.extend(torch.randint(1, 64, (4, 6)), Tree.chain(5), torch.tensor([5, 2, 0, 1]))
+    cached.run(Pass.chain(torch.randint(1, 64, (4, 6)), torch.tensor([5, 2, 0, 1])))
     assert seen == [25]
     with pytest.raises(IndexError):
-        cached.extend(torch.randint(1, 64, (4, 6)), Tree.chain(5))
+        cached.run(Pass.chain(torch.randint(1, 64, (4, 6))))
 
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
@@ -185,7 +193,7 @@ def test_the_head_is_given_whole_rows(chunk: int | None) -> None:
     handle = model.lm_head.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
     ids, _ = prompts(LENGTHS)
     try:
-        CachedModel(model, len(LENGTHS)).prefill(ids, LENGTHS, chunk=chunk)
+        CachedModel(model, len(LENGTHS)).prefill(prompt_of(ids, LENGTHS, chunk))
     finally:
         handle.remove()
     assert seen and all(states.is_contiguous() and states.shape[1] < ids.shape[1] for states in seen)

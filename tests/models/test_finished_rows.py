@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import RandomTree, Watch, build, disturbed, plain, prompts, some, texts_of
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from ragged_trees import RowBudget
+from tiny import RandomTree, Watch, build, disturbed, few, plain, prompts, some, texts_of
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 from hf_specgen import Drafter, PromptLookup, SmallModel, SpeculativeDecoding
+from hf_specgen.drafting.drafter import Reads
 from hf_specgen.models.cached_model import CachedModel
+from hf_specgen.models.passes import ForwardOutput, Pass
 from hf_specgen.models.slot_cache import SlotCache
 from hf_specgen.models.taps import FINAL
 
 LENGTHS = [5, 17, 11, 8, 3]
 FAMILIES = ["llama", "mistral", "gemma3_text", "gpt2", "deepseek_v3"]
-
-
-class RowBudget(StoppingCriteria):
-    """End row ``r`` after its own number of new tokens: rows finish in any order wanted."""
-
-    def __init__(self, width: int, budgets: list[int]) -> None:
-        self.width, self.budgets = width, budgets
-
-    def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
-        written = input_ids.shape[1] - self.width
-        return torch.tensor([written >= budget for budget in self.budgets])
 
 
 class RowBias(LogitsProcessor):
@@ -50,14 +42,14 @@ def drafters(model, texts: list[list[int]]) -> dict[str, Drafter]:
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Record (rows given, rows in the cache's buffers) of every pass over a slot cache."""
     seen: list[tuple[int, int]] = []
-    genuine = CachedModel.extend
+    genuine = CachedModel.run
 
-    def extend(self: CachedModel, tokens: torch.Tensor, *args, **settings):
-        output = genuine(self, tokens, *args, **settings)
-        seen.append((len(tokens), len(self.cache.layers[0].keys)))
+    def run(self: CachedModel, batch: Pass) -> ForwardOutput:
+        output = genuine(self, batch)
+        seen.append((len(batch.tokens), len(self.cache.layers[0].keys)))
         return output
 
-    monkeypatch.setattr(CachedModel, "extend", extend)
+    monkeypatch.setattr(CachedModel, "run", run)
     return seen
 
 
@@ -90,7 +82,7 @@ def test_text_is_plain_while_rows_leave(kind: str, family: str, budgets: list[in
     assert watch.longest >= 1 or (kind == "lookup" and budgets[0] == 1), "one short row may repeat nothing"
 
 
-@pytest.mark.parametrize("kind", ["none", "lookup", "small"])
+@pytest.mark.parametrize("kind", few(("none", "lookup", "small"), "small"))
 def test_sampled_rows_keep_their_coins_and_prefixes(kind: str) -> None:
     model = build("llama")
     ids, mask = prompts(LENGTHS)
@@ -132,7 +124,7 @@ def test_hidden_states_for_drafters_belong_to_their_row() -> None:
     whole = plain(model, ids, mask, max_new_tokens=24, return_dict_in_generate=True, output_hidden_states=True)
     budgets = [3, 24, 9, 1, 15]
     watch = Watch(PromptLookup(4))
-    watch.inner.hidden_layers = (1, FINAL)
+    watch.inner.reads = lambda model: Reads(hidden=(1, FINAL))
     run(model, watch, ids, mask, budgets)
     written = [1] * len(LENGTHS)
     zeros = 0

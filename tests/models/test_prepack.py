@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support_prepack import IDS, MASK, packed_calls, text, traces
-from tiny import FAMILIES, Watch, assert_ran, build, disturbed, drafter_of, ours, plain, prompts, texts_of, tiny
+from tiny import FAMILIES, Watch, assert_ran, build, disturbed, drafter_of, ours, plain, prompts, some, texts_of, tiny
 from torch import nn
 from torch.autograd import forward_ad
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -49,8 +49,7 @@ def test_wrong_packed_weights_would_show() -> None:
     assert not torch.equal(text(model), right)
 
 
-@pytest.mark.parametrize("kind", ["lookup", "branches", "small", "tree"])
-@pytest.mark.parametrize("lengths", [[12], [12, 5, 9, 3]])
+@pytest.mark.parametrize(("kind", "lengths"), some(("lookup", "branches", "small", "tree"), ([12], [12, 5, 9, 3])))
 def test_speculative_texts_are_those_of_the_unpacked_model(kind: str, lengths: list[int]) -> None:
     model = tiny()
     ids, mask = prompts(lengths)
@@ -240,9 +239,9 @@ def test_autocast_and_compile_get_the_plain_layer() -> None:
 
 def test_the_costs_are_those_of_packed_weights() -> None:
     class Costing(Watch):
-        def begin(self, sequences: Any) -> None:
+        def on_begin(self, sequences: Any) -> None:
             self.costs = sequences.costs
-            super().begin(sequences)
+            super().on_begin(sequences)
 
     model, cpu = tiny(), torch.device("cpu")
     watch = Costing(PromptLookup(4))

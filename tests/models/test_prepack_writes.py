@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support_prepack import IDS, MASK, packed_calls, text, traces
-from tiny import ours, plain, tiny
+from tiny import ours, plain, some, tiny
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from transformers import PreTrainedModel
@@ -66,8 +66,7 @@ WRITES = [load, load_by_assignment, merge, merge_past_the_counter, swap_past_the
 WRITES += [replace_parameter, change_type]
 
 
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("speculative", [False, True])
+@pytest.mark.parametrize(("write", "speculative"), some(WRITES, (True, False)))
 def test_written_weights_are_seen(write: Callable[[PreTrainedModel], None], speculative: bool) -> None:
     model = prepack(tiny())
     old = text(model)

@@ -10,15 +10,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import FAMILIES, build
+from tiny import FAMILIES, build, few
 from transformers import AutoConfig
 
 from hf_specgen import UnsupportedTarget, ops
+from hf_specgen.models.cache_layers import AcceptedPath, SlotGroup
+from hf_specgen.models.fixed_shapes import FixedShapes
 from hf_specgen.models.layer_kinds import layer_kinds
-from hf_specgen.models.slot_cache import SlotCache, SlotGroup
+from hf_specgen.models.slot_cache import SlotCache
+from hf_specgen.models.visibility import TreeVisibility
 from hf_specgen.round.records import Tree
 
 WINDOW = 6
+SHAPES = [None, FixedShapes(widths=(1, 3, 6), granule=16)]
 LAYOUTS = {
     "full": ("llama", {}),
     "sliding": ("mistral", {"sliding_window": WINDOW}),
@@ -45,8 +49,8 @@ def config_of(layout: str):
 class Model:
     """Write a number per token into every layer, and know what each row should hold: ``texts[r]``."""
 
-    def __init__(self, layout: str, rows: int, seed: int, reserve: int = 0) -> None:
-        self.cache = SlotCache(config_of(layout), rows, reserve=reserve)
+    def __init__(self, layout: str, rows: int, seed: int, reserve: int = 0, shapes: FixedShapes | None = None) -> None:
+        self.cache = SlotCache(config_of(layout), rows, reserve=reserve, shapes=shapes)
         self.kinds = layer_kinds(config_of(layout))
         self.texts: list[list[float]] = [[] for _ in range(rows)]
         self.chance = random.Random(seed)
@@ -58,8 +62,15 @@ class Model:
         self.next += rows * width
         return block
 
+    def begin(self, width: int, undo: int = 0) -> None:
+        """Announce a pass, padded where shapes are fixed."""
+        shapes = self.cache.shapes
+        self.cache.begin(width if shapes is None else shapes.width_of(width), undo)
+
     def write(self, block: torch.Tensor) -> list[torch.Tensor]:
         """Push a block through every layer; return the ``(B, slots)`` numbers that attention would read."""
+        if self.cache.prefilling is None:
+            block = torch.nn.functional.pad(block, (0, self.cache._width - block.shape[1]), value=-1.0)
         states = block[:, None, :, None].expand(-1, 2, -1, 3)
         found = []
         for layer in range(len(self.kinds)):
@@ -85,7 +96,7 @@ class Model:
         parents = [[self.chance.randint(-1, node - 1) for node in range(width)] for _ in range(rows)]
         tree = Tree(torch.tensor(parents, dtype=torch.long).view(rows, width))
         block = self.fresh(rows, width + 1)
-        self.cache.begin(width + 1)
+        self.begin(width + 1)
         self.check(tree, block, self.write(block))
         paths = [self.path(tree, row, self.chance.randint(-1, width - 1)) for row in range(rows)]
         counts = [len(path) + 1 if self.chance.random() < 0.8 else 0 for path in paths]
@@ -101,7 +112,7 @@ class Model:
         before = [list(text) for text in self.texts]
         for undo in range(count):
             block = self.fresh(len(self.texts), 1)
-            self.cache.begin(1, undo)
+            self.begin(1, undo)
             self.check(Tree.chain(0), block, self.write(block))
             self.cache.commit([1] * len(self.texts))
             self.texts = [text + block[row].tolist() for row, text in enumerate(self.texts)]
@@ -118,12 +129,13 @@ class Model:
         return found[::-1]
 
     def check(self, tree: Tree, block: torch.Tensor, read: list[torch.Tensor]) -> None:
-        masks = self.cache.masks(tree)
+        masks = self.cache.masks(TreeVisibility(tree))
         for (kind, window), numbers in zip(self.kinds, read, strict=True):
             group = self.cache.groups[kind, window]
             self.wrapped |= window is not None and max(self.cache.lengths) + len(tree) + 1 > group.capacity
             mask = masks[kind].expand(len(self.texts), -1, -1, -1)[:, 0]
-            assert mask.shape[1:] == (len(tree) + 1, numbers.shape[1])
+            assert mask.shape[1:] == (self.cache._width, numbers.shape[1])
+            assert mask[:, len(tree) + 1 :].any(-1).all(), "attention of a padded position has something to read"
             for row, text in enumerate(self.texts):
                 for query in range(len(tree) + 1):
                     path = self.path(tree, row if len(tree.parents) > 1 else 0, query - 1)
@@ -142,15 +154,17 @@ class Model:
 @given(data=st.data())
 def test_every_query_sees_its_own_past(layout: str, data: st.DataObject) -> None:
     rows = data.draw(st.integers(1, 3))
-    model = Model(layout, rows, data.draw(st.integers(0, 99)), data.draw(st.sampled_from([0, 20])))
+    reserve, shapes = data.draw(st.sampled_from([0, 20])), data.draw(st.sampled_from(SHAPES))
+    model = Model(layout, rows, data.draw(st.integers(0, 99)), reserve, shapes)
     model.prefill([data.draw(st.integers(1, 12)) for _ in range(rows)], data.draw(st.booleans()))
     for step in data.draw(st.lists(st.integers(-6, 8), max_size=5)):
         model.round(step) if step >= 0 else model.draft(-step)
 
 
+@pytest.mark.parametrize("shapes", SHAPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_long_runs_wrap_and_grow(layout: str) -> None:
-    model = Model(layout, 3, seed=1)
+def test_long_runs_wrap_and_grow(layout: str, shapes: FixedShapes | None) -> None:
+    model = Model(layout, 3, seed=1, shapes=shapes)
     model.prefill([1, 9, 14], left=True)
     for width in [0, 3, 1, 7, 0, 2, 20, 5, 5, 0, 40, 3]:
         model.round(width)
@@ -158,6 +172,7 @@ def test_long_runs_wrap_and_grow(layout: str) -> None:
     assert model.wrapped == (layout != "full")
     for (_, window), group in model.cache.groups.items():
         assert window is None or group.capacity <= window + 41
+        assert shapes is None or window or group.capacity == 16 << (group.capacity // 16).bit_length() - 1
 
 
 def depth_by_slot(lengths, parents, capacity, view, window, chunked, ancestors=None, right=ops.tree_mask):
@@ -178,7 +193,7 @@ def test_the_comparison_can_fail(spoil: str, monkeypatch: pytest.MonkeyPatch) ->
         begin = SlotCache.begin
         monkeypatch.setattr(SlotCache, "begin", lambda self, width, undo=0: begin(self, width))
     elif spoil == "gather left out":
-        monkeypatch.setattr(SlotCache, "_gather", lambda self, paths: None)
+        monkeypatch.setattr(AcceptedPath, "move", lambda self: None)
     else:
         monkeypatch.setattr(ops, "tree_mask", depth_by_slot)
     model = Model("sliding", 2, seed=0)
@@ -264,14 +279,14 @@ def test_a_pass_asks_for_its_mask_and_moves_once_a_group() -> None:
     model.prefill([5, 12], left=True)
     with ops.record() as calls:
         model.cache.begin(3)
-        model.cache.masks(Tree.chain(2))
+        model.cache.masks(TreeVisibility(Tree.chain(2)))
         model.write(model.fresh(2, 3))
         model.cache.commit([2, 2], torch.tensor([[1], [1]]))
     assert len(model.cache.groups) == 2
     assert calls == {("tree_mask", "reference"): 2, ("move_slots", "reference"): 2}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", few(LAYOUTS, "both", "chunked"))
 def test_the_kernels_keep_the_same_texts(layout: str) -> None:
     """The comparison with lists again, masks and moves by Triton: the rings wrap and grow here too."""
     pytest.importorskip("triton")
@@ -310,3 +325,15 @@ def test_a_shallow_copy_leaves_the_layers_where_they_are() -> None:
     model.prefill([4], left=True)
     other = copy.copy(model.cache)
     assert all(layer.cache is model.cache for layer in other.layers)
+
+
+def test_lengths_follow_on_the_device() -> None:
+    """Counts that are on the device already are added there; host and device never part."""
+    model = Model("full", 3, seed=7)
+    model.prefill([4, 9, 2], left=True)
+    model.cache.begin(4)
+    model.write(model.fresh(3, 4))
+    before = model.cache.row_lengths
+    model.cache.commit([1, 3, 2], None, torch.tensor([1, 3, 2]))
+    assert model.cache.lengths == model.cache.row_lengths.tolist() == [5, 12, 4]
+    assert before.tolist() == [4, 9, 2], "what a pass still reads is not written to"

@@ -11,8 +11,12 @@ from tiny import CASES, Keep, RandomTree, Watch, build, ours, plain, prompts, te
 from torch import nn
 
 from hf_specgen import IncompatibleDrafter, PromptLookup, SpeculativeDecoding, Tree, UnsupportedTarget
+from hf_specgen.drafting.drafter import Reads
 from hf_specgen.models.cached_model import CachedModel
+from hf_specgen.models.passes import Pass
+from hf_specgen.models.prompt import ChunkedPrompt, Prompt
 from hf_specgen.models.taps import FINAL, Taps, decoder_layers
+from hf_specgen.models.visibility import TreeVisibility
 
 LENGTHS = [5, 17, 11, 24]
 ALL = (0, 1, 2, FINAL)
@@ -61,13 +65,13 @@ def test_every_boundary_of_every_family(family: str, impl: str) -> None:
     ids, mask = prompts(LENGTHS)
     texts = texts_of(ids, mask)
     cached = CachedModel(model, 4, taps=ALL)
-    first = cached.prefill(ids, LENGTHS)
+    first = cached.prefill(Prompt(ids, LENGTHS))
     assert first.hidden == () and all(layer.shape == (4, 24, 32) for layer in first.taps)
     truth.check(texts[0], [layer[0, -1] for layer in first.taps])
     truth.check(texts[1][:-3], [layer[1, -4] for layer in first.taps])
     block = torch.tensor([[3, 9, 8, 7], [4, 5, 6, 1], [2, 2, 2, 2], [11, 12, 13, 14]])
     tree = Tree(torch.tensor([[-1, -1, 1]]))
-    scored = cached.extend(block, tree)
+    scored = cached.run(Pass(block, TreeVisibility(tree)))
     assert scored.hidden == ()
     truth.check([*texts[1], 4, 6, 1], [layer[1, 3] for layer in scored.taps])
     truth.check([*texts[3], 11, 12], [layer[3, 1] for layer in scored.taps])
@@ -78,7 +82,7 @@ def test_the_normalised_last_entry_would_be_seen() -> None:
     """Negative control: HF's own last hidden state is not the stream after the last layer."""
     model = tiny()
     ids, _ = prompts([9])
-    output = CachedModel(model, 1, taps=(2,)).prefill(ids, [9], hidden=True)
+    output = CachedModel(model, 1, taps=(2,)).prefill(Prompt(ids, [9]), hidden=True)
     with pytest.raises(AssertionError):
         torch.testing.assert_close(output.hidden[-1], output.taps[0])
     torch.testing.assert_close(output.hidden[-1], model.model.norm(output.taps[0]))
@@ -89,8 +93,8 @@ def test_the_normalised_last_entry_would_be_seen() -> None:
 def test_a_prompt_read_in_chunks_shows_the_same(chunk: int) -> None:
     model = build("mistral")
     ids, mask = prompts(LENGTHS)
-    whole = CachedModel(model, 4, taps=ALL).prefill(ids, LENGTHS)
-    parts = CachedModel(model, 4, taps=ALL).prefill(ids, LENGTHS, chunk=chunk)
+    whole = CachedModel(model, 4, taps=ALL).prefill(Prompt(ids, LENGTHS))
+    parts = CachedModel(model, 4, taps=ALL).prefill(ChunkedPrompt(ids, LENGTHS, chunk=chunk))
     for mine, theirs in zip(parts.taps, whole.taps, strict=True):
         assert mine.shape == theirs.shape
         assert float(((mine - theirs) * mask[..., None]).abs().max()) < 1e-4
@@ -99,7 +103,7 @@ def test_a_prompt_read_in_chunks_shows_the_same(chunk: int) -> None:
 @torch.no_grad()
 def test_states_come_in_the_order_asked_also_twice() -> None:
     ids, _ = prompts([9])
-    deep, low, again = CachedModel(tiny(), 1, taps=(2, 0, 2)).prefill(ids, [9]).taps
+    deep, low, again = CachedModel(tiny(), 1, taps=(2, 0, 2)).prefill(Prompt(ids, [9])).taps
     assert torch.equal(deep, again) and not torch.equal(deep, low)
 
 
@@ -112,7 +116,7 @@ def test_rounds_carry_the_states_of_the_accepted_path(family: str) -> None:
     whole = plain(model, ids, mask, max_new_tokens=20)
     texts = texts_of(whole, mask)
     watch = Watch(RandomTree(texts))
-    watch.inner.hidden_layers = (2, 0, FINAL)
+    watch.inner.reads = lambda model: Reads(hidden=(2, 0, FINAL))
     asked: list[dict] = []
     spy = model.base_model.register_forward_pre_hook(lambda _, __, kwargs: asked.append(kwargs), with_kwargs=True)
     assert torch.equal(ours(model, watch, ids, mask, max_new_tokens=20), whole)
@@ -137,12 +141,12 @@ def test_no_hook_outlives_a_pass() -> None:
     before = all_hooks(model)
     during: list[int] = []
     count = model.model.norm.register_forward_hook(lambda *_: during.append(all_hooks(model)))
-    cached.prefill(ids, [9])
+    cached.prefill(Prompt(ids, [9]))
     count.remove()
     assert during == [before + 6] and all_hooks(model) == before  # three layers' hooks, the decoder's two, the counter
     fail = model.model.norm.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        cached.extend(ids[:, :2], Tree.chain(1))
+        cached.run(Pass.chain(ids[:, :2]))
     fail.remove()
     assert all_hooks(model) == before
 
@@ -151,9 +155,9 @@ def test_no_hook_outlives_a_pass() -> None:
 def test_hooks_of_the_user_come_first() -> None:
     model = tiny()
     ids, _ = prompts([9])
-    untouched = CachedModel(model, 1, taps=ALL).prefill(ids, [9]).taps
+    untouched = CachedModel(model, 1, taps=ALL).prefill(Prompt(ids, [9])).taps
     model.model.layers[0].register_forward_hook(lambda _, __, output: output + 1)
-    steered = CachedModel(model, 1, taps=ALL).prefill(ids, [9]).taps
+    steered = CachedModel(model, 1, taps=ALL).prefill(Prompt(ids, [9])).taps
     assert torch.equal(steered[0], untouched[0])
     torch.testing.assert_close(steered[1], untouched[1] + 1)
     assert not torch.equal(steered[2], untouched[2])
@@ -235,7 +239,7 @@ def test_a_stream_of_another_width_is_refused() -> None:
 def test_boundaries_that_do_not_exist_are_refused_before_the_first_token(boundary: int) -> None:
     model, keep = tiny(), Keep()
     watch = Watch(PromptLookup(4))
-    watch.inner.hidden_layers = (1, boundary)
+    watch.inner.reads = lambda model: Reads(hidden=(1, boundary))
     with pytest.raises(IncompatibleDrafter, match=rf"\[{boundary}\] of LlamaForCausalLM.*boundaries 0 to 2"):
         plain(model, torch.tensor([[1, 2, 3]]), custom_generate=SpeculativeDecoding(watch, streamer=keep))
     assert keep.tokens == []

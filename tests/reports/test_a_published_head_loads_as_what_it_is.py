@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny import Watch, ours, plain, prompts, tiny
+from tiny import Watch, few, ours, plain, prompts, tiny
 from torch import Tensor
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
@@ -135,7 +135,13 @@ def test_layer_ids_that_were_copied(tmp_path: Path, target: PreTrainedModel) -> 
         assert drafter.config.aux_layer_boundaries == [1, 3, 4] and said == []
 
 
-@pytest.mark.parametrize("kinds", [["sliding_attention", "full_attention"], ["full_attention", "sliding_attention"]])
+@pytest.mark.parametrize(
+    "kinds",
+    few(
+        (["sliding_attention", "full_attention"], ["full_attention", "sliding_attention"]),
+        ["full_attention", "sliding_attention"],
+    ),
+)
 def test_two_layers_of_which_one_has_a_window(tmp_path: Path, kinds: list[str], target: PreTrainedModel) -> None:
     inner = {"num_hidden_layers": 2, "layer_types": kinds, "sliding_window": 4}
     put(tmp_path, library(inner), numbered(made(num_hidden_layers=2)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tiny import tiny
 from train_runs import eagle3_trainer
 
 from hf_specgen.errors import SpecGenError
@@ -13,6 +14,7 @@ from hf_specgen.trainers.eagle import EagleArguments
 from hf_specgen.trainers.eagle3 import Eagle3Arguments
 from hf_specgen.trainers.medusa import MedusaArguments
 from hf_specgen.trainers.settings import parse
+from hf_specgen.trainers.warm_start import new_drafter
 
 
 @pytest.mark.parametrize("kind", [MedusaArguments, EagleArguments, Eagle3Arguments, DistillArguments])
@@ -30,3 +32,9 @@ def test_on_the_command_line_before_anything_is_opened() -> None:
 def test_activations_computed_anew_too(tmp_path: Path) -> None:
     with pytest.raises(SpecGenError, match="Eagle3Drafter does not support it"):
         eagle3_trainer(tmp_path, gradient_checkpointing=True)
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_biases_that_no_layer_has_before_the_training_and_not_when_it_saves(method: str) -> None:
+    with pytest.raises(SpecGenError, match="Qwen3's layers have no such biases"):
+        new_drafter(method, tiny(layers=3), layer_type="qwen3", mlp_bias=True)

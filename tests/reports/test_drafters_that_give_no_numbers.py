@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from fitted import fitted
-from tiny import disturbed, plain, prompts, texts_of, tiny
+from tiny import disturbed, plain, prompts, some, texts_of, tiny
 
 from hf_specgen import Drafter, PromptLookup, SmallModel, SpeculativeDecoding, WithLookup, ops, stock_candidates
 
@@ -59,8 +59,7 @@ def told(run) -> tuple[torch.Tensor, list[str]]:
     return out, [str(warning.message) for warning in seen if "NaN or infinite" in str(warning.message)]
 
 
-@pytest.mark.parametrize("value", [NAN, INF])
-@pytest.mark.parametrize("kind", [*LEARNED, *SMALL])
+@pytest.mark.parametrize(("kind", "value"), some((*LEARNED, *SMALL), (NAN, INF)))
 def test_one_warning_names_the_drafter(kind: str, value: float, case) -> None:
     model, ids, mask, expected = case
     drafter = spoiled(kind, case, value)

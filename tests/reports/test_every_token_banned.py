@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
-from tiny import Watch, drafter_of, plain, prompts, texts_of, tiny, with_learned
+from tiny import LEARNED, Watch, drafter_of, few, plain, prompts, texts_of, tiny
 from transformers import LogitsProcessor
 
 from hf_specgen import PromptLookup, SpecGenError, SpeculativeDecoding, ops
@@ -26,9 +28,14 @@ LAWS = {
 }
 
 
-@pytest.mark.parametrize("lengths", [[7], [9, 4, 12, 7]])
-@pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize("kind", with_learned(["lookup", "small", "tree"]))
+@pytest.mark.parametrize(
+    ("kind", "law", "lengths"),
+    few(
+        product(("lookup", "small", "tree", *LEARNED), LAWS, ([9, 4, 12, 7], [7])),
+        *product(("lookup", "eagle dynamic"), LAWS, ([9, 4, 12, 7],)),
+        *product(("small", "tree"), LAWS, ([7],)),
+    ),
+)
 def test_greedy_text_goes_on_as_plain_text_does(kind: str, law: str, lengths: list[int]) -> None:
     model = tiny(vocab=VOCAB)
     ids, mask = prompts(lengths, vocab=VOCAB)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fitted import fitted
-from tiny import Watch, disturbed, plain, prompts, texts_of, tiny
+from tiny import Watch, disturbed, plain, prompts, some, texts_of, tiny
 from torch import nn
 
 from hf_specgen import PromptLookup, SmallModel, SpeculativeDecoding, WithLookup, stock_candidates
@@ -53,8 +53,7 @@ def made(kind: str, model, texts: list[list[int]]):
 KINDS = ["small", "small of the same width", "small with lookup", "medusa", "eagle", "eagle3"]
 
 
-@pytest.mark.parametrize("width", [72, 60])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "width"), some(KINDS, (72, 60)))
 def test_every_drafter_drafts_for_the_width_of_the_logits(kind: str, width: int) -> None:
     model = with_head(width)
     ids, mask = prompts([9, 4], vocab=min(width, IDS))

@@ -186,6 +186,19 @@ def test_without_a_template_there_is_nothing_to_tell(target: str, tmp_path: Path
     assert "the tokenizer has none" in refused("generate", "the cat", "--target", bare, *BIG)
 
 
+@pytest.mark.parametrize("row", [{"text": "hi"}, {"prompt": "hi", "completion": "you"}])
+def test_nothing_is_told_to_plain_text(row: dict[str, Any], target: str) -> None:
+    """It was trained on as it is, and the drafter's card said that it was made with the settings."""
+    tokenizer = characters(THINKING)
+    with pytest.raises(SpecGenError, match="no chat template is applied to"):
+        prepare_dataset(Dataset.from_list([row]), tokenizer, DataOptions(chat=ChatOptions(chat_template_kwargs=OFF)))
+    with pytest.raises(SpecGenError, match="no chat template is applied to"):
+        prepare_dataset(Dataset.from_list([{**row, "chat_template_kwargs": OFF}]), tokenizer)
+    assert len(prepare_dataset(Dataset.from_list([{**row, "chat_template_kwargs": None}]), tokenizer)) == 1
+    told = refused("estimate", "--target", target, "--method", "medusa", "--tokens", "1e6", "--tflops", "1", *BIG)
+    assert "no effect without --data" in told
+
+
 def test_from_python() -> None:
     tokenizer = characters(THINKING)
     data = Dataset.from_list([{"messages": CHAT[:2]}])

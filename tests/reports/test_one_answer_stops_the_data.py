@@ -10,8 +10,11 @@ from datasets import Dataset, IterableDataset
 from support_text import CHAT, CHATML, characters
 
 from hf_specgen.errors import SpecGenError
+from hf_specgen.trainers.base import DrafterTrainingArguments
 from hf_specgen.trainers.data import DataOptions, load_data, prepare_dataset
 from hf_specgen.trainers.regenerate import chat_prompts
+from hf_specgen.trainers.settings import TrainOptions
+from hf_specgen.trainers.sources import read_rows
 
 TOKENIZER = characters(CHATML, merges=(("\n", "\n"),))  # as most tokenizers: two line breaks are one token
 GOOD = {"messages": CHAT[:2]}
@@ -99,3 +102,18 @@ def test_half_a_character_in_a_stream_of_objects_is_left_out(caplog: pytest.LogC
     stream = IterableDataset.from_generator(lambda: iter([GOOD, json.loads(HALF), GOOD]))
     assert len(list(prepare_dataset(stream, TOKENIZER))) == 2
     assert "1 of 3 rows cannot be read exactly" in caplog.text
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_rows_to_evaluate_on_are_taken_from_those_that_can_be_read(packing: bool, tmp_path: Path) -> None:
+    """With 15 rows one is held out; where it was the faulty one, all of the rows held out could not be read."""
+    silent = {"messages": CHAT[:1]}
+    for number in range(15):
+        rows = [GOOD] * 15
+        rows[number] = (BAD, silent)[number % 2]
+        (tmp_path / f"{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        options = TrainOptions(target="t", data=str(tmp_path / f"{number}.jsonl"))
+        args = DrafterTrainingArguments(str(tmp_path), use_cpu=True, report_to=[], packing=packing, max_length=200)
+        train, held_out = read_rows(options, args, TOKENIZER)
+        assert len(held_out) == 1 and "lengths" not in held_out.column_names
+        assert sum(len(row.get("lengths", [0])) for row in train) == 13

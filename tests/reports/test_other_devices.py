@@ -83,5 +83,5 @@ def test_a_small_model_reads_nothing_back(monkeypatch: pytest.MonkeyPatch) -> No
     small = SmallModel(disturbed(model), 3)
     found = ours(model, small, ids, mask, max_new_tokens=12)
     assert found.speculation.num_accepted_tokens > 0
-    assert "draft.py" in readers, "the round's own read is counted"
-    assert "small_model.py" not in readers and "forward.py" not in readers
+    assert "records.py" in readers, "the round's own read is counted"
+    assert "small_model.py" not in readers and "cached_model.py" not in readers

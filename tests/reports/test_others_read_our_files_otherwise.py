@@ -180,6 +180,31 @@ def test_another_target_is_refused(tmp_path: Path) -> None:
     assert result.exit_code == 2 and not (tmp_path / "out").exists()
 
 
+def test_a_model_of_the_same_name_and_size_is_not_the_target(target: Any, tmp_path: Path) -> None:
+    """Its head was written into the drafter's file without a word, and readers drafted with it."""
+    tiny(seed=1, layers=6).save_pretrained(tmp_path / "named")
+    mark = {"name": str(tmp_path / "named"), "fingerprint": TargetFacts.of(target).fingerprint}
+    of_target(target, "medusa", own_head=False).save_pretrained(tmp_path / "ours")
+    config = json.loads((tmp_path / "ours" / "config.json").read_text())
+    config["specgen"]["target"] |= mark
+    (tmp_path / "ours" / "config.json").write_text(json.dumps(config))
+    result = call(tmp_path / "ours", tmp_path / "out", "--to", "medusa")
+    assert "not the target that the drafter was made for" in result.output
+    assert result.exit_code == 0 and HEAD not in open_source(tmp_path / "out").shapes
+    result = call(tmp_path / "ours", tmp_path / "asked", "--to", "medusa", "--target", tmp_path / "named")
+    assert "warning" in result.output and HEAD in open_source(tmp_path / "asked").shapes
+    target.to(torch.bfloat16).save_pretrained(tmp_path / "named")  # the mark is of no dtype
+    target.float()
+    result = call(tmp_path / "ours", tmp_path / "same", "--to", "medusa")
+    assert "not the target" not in result.output and HEAD in open_source(tmp_path / "same").shapes
+
+
+def test_a_quantised_matrix_is_not_lent() -> None:
+    packed = {"embed_tokens.weight": torch.randn(V, H), "lm_head.weight": torch.ones(V, H, dtype=torch.int8)}
+    with pytest.raises(IncompatibleDrafter, match=r"lm_head.weight as torch.int8"):
+        lent_by(source_of({}, packed), new().config, (HEAD,))
+
+
 def test_where_targets_keep_their_matrices() -> None:
     config = new().config
     table, other = torch.randn(V, H), torch.randn(V, H)

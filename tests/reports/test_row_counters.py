@@ -185,14 +185,14 @@ def test_what_stands_is_named() -> None:
         model = tiny()
         counter(model, 4)
         names.append(row_counter(model))
-        assert CachedModel(model, 2).fixed
+        assert CachedModel(model, 2).counted
     assert names == [
         "the hook <lambda> on model.layers.0.mlp",
         "the hook <lambda> on model.layers.1.mlp",
         "the patched forward of model.layers.0.mlp (LlamaMLP)",
         "model.layers.0.mlp (PerRow)",
     ]
-    assert row_counter(mixed()) is None and not CachedModel(tiny(), 2).fixed
+    assert row_counter(mixed()) is None and not CachedModel(tiny(), 2).counted
 
 
 def test_adapters_that_read_all_of_a_pass_are_refused() -> None:

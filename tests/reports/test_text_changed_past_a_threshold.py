@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from tiny import COMMON, MIXED, build, drafter_of, ours, plain, prompts, texts_of
+from tiny import COMMON, MIXED, build, drafter_of, few, ours, plain, prompts, texts_of
 from transformers import AutoConfig, PreTrainedModel
 
 import hf_specgen.models.selfcheck
@@ -64,7 +64,7 @@ LOWER = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", few((torch.float32, torch.bfloat16), torch.float32))
 @pytest.mark.parametrize(("kind", "tokens", "named"), REFUSED)
 def test_texts_that_may_pass_it_are_refused_by_name(kind: str, tokens: int, named: str, dtype: torch.dtype) -> None:
     model = target(kind).to(dtype)
@@ -77,7 +77,7 @@ def test_texts_that_may_pass_it_are_refused_by_name(kind: str, tokens: int, name
 
 
 @pytest.mark.parametrize("kind", ["neo", "llama4", pytest.param("doge", marks=DOGE)])
-@pytest.mark.parametrize("lengths", [[12], [5, 17, 11, 24]])
+@pytest.mark.parametrize("lengths", few(([12], [5, 17, 11, 24]), [5, 17, 11, 24]))
 def test_shorter_texts_are_served(kind: str, lengths: list[int]) -> None:
     model = target(kind)
     ids, mask = prompts(lengths)

@@ -45,7 +45,10 @@ WRAPS: dict[str, Wrap] = {
     "peft": adapted,
     "compiled peft": lambda model: torch.compile(adapted(model)),
 }
-every_wrap = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+every_wrap = pytest.mark.parametrize(
+    "wrap",
+    [pytest.param(wrap, marks=pytest.mark.slow if name == "compiled" else (), id=name) for name, wrap in WRAPS.items()],
+)
 
 
 @every_wrap

@@ -14,8 +14,6 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration
 
 from hf_specgen import Costs, PromptLookup, SmallModel
 from hf_specgen.checkpoints.config import DrafterConfig
-from hf_specgen.drafters import medusa
-from hf_specgen.drafting import features
 from hf_specgen.loading import drafter_class
 from hf_specgen.models.facts import LAYER_OVERHEAD, PASS_OVERHEAD, step_size
 from hf_specgen.round.costs import Rate
@@ -59,15 +57,24 @@ def test_a_round_costs_what_the_theory_says(rate: float, width: int, draft: floa
 )
 def test_the_best_length_is_the_theorys(rate: float, draft: float, width: int) -> None:
     costs = Costs(slope=0.0, draft=draft)
-    assert costs.best_lengths([(rate, rate)], [32], [9]) == [width]
-    assert costs.best_lengths([(rate, rate)], [3], [9]) == [min(3, width)], "never more than there is"
+    assert chosen(costs, [(rate, rate)], [32], [9]) == [width]
+    assert chosen(costs, [(rate, rate)], [3], [9]) == [min(3, width)], "never more than there is"
+
+
+def chosen(costs: Costs, rates, bounds, remaining) -> list[int]:
+    """Return each row's length of chain, from the rates of its first token and of later ones."""
+    survival = [
+        [first * later**depth for depth in range(bound)] for (first, later), bound in zip(rates, bounds, strict=True)
+    ]
+    width = costs.choose(survival, remaining)
+    return [min(width, bound) for bound in bounds]
 
 
 def test_free_drafts_are_taken_whole_and_dear_passes_end_them() -> None:
-    assert Costs(slope=0.0).best_lengths([(0.5, 0.5)], [12], [99]) == [12]
-    assert Costs(slope=0.0, jump=10.0).best_lengths([(0.5, 0.5)], [12], [99]) == [0]
-    assert Costs().best_lengths([], [], []) == []
-    assert Costs().best_lengths([(1.0, 1.0)], [0], [9]) == [0]
+    assert chosen(Costs(slope=0.0), [(0.5, 0.5)], [12], [99]) == [12]
+    assert chosen(Costs(slope=0.0, jump=10.0), [(0.5, 0.5)], [12], [99]) == [0]
+    assert chosen(Costs(), [], [], []) == []
+    assert chosen(Costs(), [(1.0, 1.0)], [0], [9]) == [0]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -94,7 +101,7 @@ def test_a_batch_gets_the_width_that_brute_force_finds(seed: int) -> None:
         return tokens / (wide / one + 0.03 * width)
 
     best = max(range(13), key=lambda width: (speed(width), -width))
-    assert costs.best_lengths(rates, bounds, left) == [min(best, bound) for bound in bounds]
+    assert chosen(costs, rates, bounds, left) == [min(best, bound) for bound in bounds]
 
 
 def test_tokens_of_the_row_that_ends_last_are_worth_most() -> None:
@@ -109,8 +116,8 @@ def test_tokens_of_the_row_that_ends_last_are_worth_most() -> None:
     sure, never = (1.0, 1.0), (0.0, 0.0)
     assert Costs(row=3.0).worth([10, 60]) == pytest.approx([1.0] * 2), "where a row costs a pass, each saves as much"
     steep = Costs(row=0.08, slope=0.1)
-    assert steep.best_lengths([sure, never], [8, 8], [60, 10])[0] == 8, "the slow row drafts"
-    assert steep.best_lengths([sure, never], [8, 8], [10, 60]) == [0, 0], "haste of the fast row would not pay"
+    assert chosen(steep, [sure, never], [8, 8], [60, 10])[0] == 8, "the slow row drafts"
+    assert chosen(steep, [sure, never], [8, 8], [10, 60]) == [0, 0], "haste of the fast row would not pay"
 
 
 def test_default_costs_differ_by_device_and_dtype() -> None:
@@ -262,6 +269,6 @@ def test_the_cost_of_a_drafted_token_is_what_was_measured(method: str, settings:
     with torch.device("meta"):
         drafter = drafter_class(method)(config)
     rows = head if "draft_vocab_size" not in settings else 12_288 * 576
-    drafter._parts = SimpleNamespace(head_size=rows)
-    share = medusa._cost if method == "medusa" else features._share
-    assert share(drafter, SimpleNamespace(target_size=target)) == pytest.approx(measured, rel=0.2)
+    parts = SimpleNamespace(head_size=rows)
+    call = SimpleNamespace(sequences=SimpleNamespace(target_size=target), device=torch.device("cpu"))
+    assert drafter.habits(call, parts).level_cost == pytest.approx(measured, rel=0.2)

@@ -9,9 +9,23 @@ import warnings
 import pytest
 import torch
 from law import enumerate_law, p_value
-from tiny import Watch, assert_ran, build, disturbed, drafter_of, garbled, plain, prompts, texts_of, tiny
+from tiny import (
+    Handmade,
+    Watch,
+    assert_ran,
+    build,
+    disturbed,
+    drafter_of,
+    few,
+    garbled,
+    plain,
+    prompts,
+    some,
+    texts_of,
+    tiny,
+)
 
-from hf_specgen import Drafter, PromptLookup, SmallModel, SpecGenError, SpeculativeDecoding, enable, ops, use_kernels
+from hf_specgen import PromptLookup, SmallModel, SpecGenError, SpeculativeDecoding, enable, ops, use_kernels
 from hf_specgen.round.coins import Coins
 from hf_specgen.round.records import DenseQ, Draft, Tree
 from hf_specgen.round.typical import Typical, verify_typical
@@ -73,8 +87,13 @@ def coins(rows: int = 1) -> Coins:
     return Coins(zeros + 7, torch.arange(rows), zeros + 20)
 
 
-@pytest.mark.parametrize("greedy", [True, False])
-@pytest.mark.parametrize(("threshold", "alpha"), [(0.09, 0.3), (0.3, 0.09), (0.02, 0.6), (0.6, 2.0)])
+@pytest.mark.parametrize(
+    ("threshold", "alpha", "greedy"),
+    few(
+        [(*pair, greedy) for pair in ((0.09, 0.3), (0.3, 0.09), (0.02, 0.6), (0.6, 2.0)) for greedy in (True, False)],
+        *((0.09, 0.3, True), (0.3, 0.09, False), (0.02, 0.6, True), (0.6, 2.0, False)),
+    ),
+)
 def test_vector_m_g(greedy: bool, threshold: float, alpha: float) -> None:
     """M-g: paths, lengths and the token after them equal Medusa's; of equally deep paths the likeliest wins."""
     ties, lengths = 0, set()
@@ -143,8 +162,7 @@ def run(model, drafter, ids, mask=None, rule: str | Typical = "typical", **setti
     return plain(model, ids, mask, custom_generate=SpeculativeDecoding(drafter, rule), **settings)
 
 
-@pytest.mark.parametrize("greedy", [True, False])
-@pytest.mark.parametrize("kind", ["lookup", "branches", "small", "tree"])
+@pytest.mark.parametrize(("kind", "greedy"), some(("lookup", "branches", "small", "tree"), (True, False)))
 def test_more_is_accepted_and_the_text_is_another(kind: str, greedy: bool) -> None:
     model = tiny()
     ids, mask = prompts(LENGTHS)
@@ -219,13 +237,13 @@ def test_the_kernels_write_the_same_text() -> None:
     assert torch.equal(text, expected) and calls["typical_tree", "triton"] >= 2
 
 
-class Same(Drafter):
+class Same(Handmade):
     """Draft the same two tokens in every round."""
 
-    def begin(self, sequences) -> None: ...
+    def on_begin(self, sequences) -> None: ...
 
-    def propose(self, sequences) -> Draft:
-        return Draft.from_lists([[7, 8][:room] for room in sequences.room])
+    def on_propose(self, sequences) -> Draft:
+        return Draft.from_lists([[7, 8][:room] for room in self.room])
 
 
 @pytest.mark.parametrize("temperature", [0.8, 0.05])

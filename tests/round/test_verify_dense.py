@@ -140,8 +140,15 @@ class Launched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("kind", "rule", "most"), [("greedy", "rejection", 0), ("plain", "rejection", 4)])
-@pytest.mark.parametrize("truncated", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "rule", "most", "truncated"),
+    [
+        ("greedy", "rejection", 0, False),
+        ("plain", "rejection", 4, True),
+        pytest.param("greedy", "rejection", 0, True, marks=pytest.mark.slow),
+        pytest.param("plain", "rejection", 4, False, marks=pytest.mark.slow),
+    ],
+)
 def test_little_is_launched_around_the_kernels(kind: str, rule: str, most: int, truncated: bool) -> None:
     check_launches(kind, rule, most, truncated)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from row_cases import kept_by
-from tiny import RandomTree, Watch, plain, prompts, texts_of, tiny
+from tiny import Handmade, RandomTree, Watch, few, plain, prompts, texts_of, tiny
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from hf_specgen import Draft, Drafter, SmallModel, SpeculativeDecoding, ops
+from hf_specgen import Draft, SmallModel, SpeculativeDecoding, ops
 from hf_specgen.kernels import reference_rows
+from hf_specgen.models.cache_layers import AcceptedPath
 from hf_specgen.models.cached_model import CachedModel
 from hf_specgen.models.slot_cache import SlotCache
 from hf_specgen.models.target import Scores, Target
@@ -23,17 +24,17 @@ LENGTHS = [5, 7]
 ALLOWED = {(): [3, 4], (3,): [5], (4,): [6], (3, 5): [7], (4, 6): [8], (3, 5, 7): [9], (4, 6, 8): [10]}
 
 
-class Fixed(Drafter):
+class Fixed(Handmade):
     """Propose the same tokens in every round."""
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
 
-    def begin(self, sequences) -> None:
+    def on_begin(self, sequences) -> None:
         """Need nothing."""
 
-    def propose(self, sequences) -> Draft:
-        return Draft.from_lists([self.tokens[:room] for room in sequences.room], sequences.prompt.device)
+    def on_propose(self, sequences) -> Draft:
+        return Draft.from_lists([self.tokens[:room] for room in self.room], sequences.prompt.device)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +83,7 @@ def run(target, tokens: list[int], **settings):
     return found, plain(target, ids, mask, max_new_tokens=4, **settings), calls
 
 
-@pytest.mark.parametrize("tokens", [[-1, 5], [900, 5]])
+@pytest.mark.parametrize("tokens", few(([-1, 5], [900, 5]), [900, 5]))
 def test_processors_never_see_ids_that_do_not_exist(tokens: list[int], target) -> None:
     """Nothing behind such a node can be accepted, but all rows are warped at once."""
     found, expected, calls = run(target, tokens, repetition_penalty=1.3, no_repeat_ngram_size=2)
@@ -176,15 +177,19 @@ def test_only_accepted_nodes_move_in_the_cache(target, monkeypatch: pytest.Monke
     """A verdict's path may be as wide as the draft; what is not accepted is not worth copying."""
     widths: list[int] = []
     accepted: list[int] = []
-    gather, commit = SlotCache._gather, SlotCache.commit
-    monkeypatch.setattr(
-        SlotCache, "_gather", lambda cache, paths: widths.append(paths.shape[1]) or gather(cache, paths)
-    )
+    move, commit = AcceptedPath.move, SlotCache.commit
 
-    def counted(cache: SlotCache, counts: list[int], paths: torch.Tensor | None = None) -> None:
+    def counted_move(path: AcceptedPath) -> None:
+        if path.nodes is not None:
+            widths.append(path.nodes.shape[1])
+        move(path)
+
+    monkeypatch.setattr(AcceptedPath, "move", counted_move)
+
+    def counted(cache: SlotCache, counts: list[int], paths: torch.Tensor | None = None, kept=None) -> None:
         if paths is not None:
             accepted.append(max(counts) - 1)
-        commit(cache, counts, paths)
+        commit(cache, counts, paths, kept)
 
     monkeypatch.setattr(SlotCache, "commit", counted)
     ids, mask = prompts(LENGTHS)
@@ -196,9 +201,9 @@ def test_only_accepted_nodes_move_in_the_cache(target, monkeypatch: pytest.Monke
 def test_coins_are_on_the_device_before_the_pass(target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copied later, their positions would wait for the whole forward."""
     order = []
-    coins, extend = Sequences.coins, CachedModel.extend
+    coins, run = Sequences.coins, CachedModel.run
     monkeypatch.setattr(Sequences, "coins", lambda self: order.append("coins") or coins(self))
-    monkeypatch.setattr(CachedModel, "extend", lambda self, *a, **k: order.append("pass") or extend(self, *a, **k))
+    monkeypatch.setattr(CachedModel, "run", lambda self, batch: order.append("pass") or run(self, batch))
     scored, score = [], Target.score
     monkeypatch.setattr(Target, "score", lambda self, draft: scored.append(score(self, draft)) or scored[-1])
     ids, mask = prompts(LENGTHS)

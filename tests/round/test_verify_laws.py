@@ -9,6 +9,7 @@ from fractions import Fraction
 import pytest
 import torch
 from coin_boxes import BoxCoins, Case, Table, TableScores, Weights, check, fixed, logs, rest
+from tiny import some
 from torch import Tensor
 
 from hf_specgen.round.coins import ACCEPT, SAMPLE, Coins
@@ -93,9 +94,7 @@ def test_a_chain_cut_short(rule: str, n_valid: int) -> None:
     check(Case(Table(3, 1), (-1, 0, 1), Table(3, 2), rule=rule, n_valid=n_valid))
 
 
-@pytest.mark.parametrize("without_replacement", [False, True])
-@pytest.mark.parametrize("sparse", [True, False])
-@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize(("name", "sparse", "without_replacement"), some(TREES, (True, False), (False, True)))
 def test_sampled_trees(name: str, sparse: bool, without_replacement: bool) -> None:
     for seed in range(2):
         q = Table(3, seed + 70, zeros=False)
@@ -239,8 +238,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block", "gumbel"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "rule"), some(SHAPES, ("rejection", "block", "gumbel")))
 def test_the_text_is_a_function_of_the_seed_alone(rule: str, shape: str) -> None:
     """Whatever is drafted, and whether anything is: the same seed writes the same text."""
     table, parents = Table(5, 8), SHAPES[shape]

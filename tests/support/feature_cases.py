@@ -85,13 +85,13 @@ class Steered(Watch):
         super().__init__(inner)
         self.texts, self.hit, self.seed = texts, hit, seed
 
-    def begin(self, sequences) -> None:
-        super().begin(sequences)
+    def on_begin(self, sequences) -> None:
+        super().on_begin(sequences)
         self.random, self.sequences = random.Random(self.seed), sequences
 
-    def propose(self, sequences) -> Draft:
+    def on_propose(self, sequences) -> Draft:
         self.before = [list(tokens) for tokens in sequences.tokens]
-        draft = super().propose(sequences)
+        draft = super().on_propose(sequences)
         self.own = draft
         tokens = draft.tokens.clone()
         for row, count in enumerate(draft.n_valid.tolist()):
@@ -146,7 +146,7 @@ def run_pairs(
     window = drafter.config.sliding_window or len(tokens)
     mask = ((apart >= 0) & (apart < window))[None, None]
     with torch.no_grad():
-        return drafter.step(torch.tensor([tokens]), features, place[None], mask, cache)
+        return drafter.step(drafter.embed(torch.tensor([tokens])), features, place[None], mask, cache)
 
 
 def rollout(drafter: FeatureDrafter, text: list[int], features: Tensor, path: list[int]) -> Tensor:

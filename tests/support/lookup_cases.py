@@ -18,19 +18,17 @@ class Kept(Watch):
 
     inner: WithLookup
 
-    def begin(self, sequences) -> None:
-        super().begin(sequences)
+    def on_begin(self, sequences) -> None:
+        super().on_begin(sequences)
         self.rows: list[list[tuple[bool, int]]] = []
-        session = vars(self.inner.drafter).get("_session")
-        self.paces = [
-            vars(session)[name] for name in ("pace", "_pace") if session is not None and name in vars(session)
-        ]
+        settings = vars(self.session.other).get("settings")
+        self.paces = [] if settings is None or settings._pace is None else [settings._pace]
 
-    def observe(self, round: Round) -> None:
-        super().observe(round)
+    def on_observe(self, round: Round) -> None:
+        super().on_observe(round)
         if len(self.rounds) > 1:
-            assert self.inner._copied is not None
-            self.rows.append(list(zip(self.inner._copied, round.proposed, strict=True)))
+            assert self.session._copied is not None
+            self.rows.append(list(zip(self.session._copied, round.proposed, strict=True)))
 
     def row_rounds(self, copied: bool) -> int:
         """Count the rows and rounds in which one of the two drafted."""

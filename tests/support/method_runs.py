@@ -97,7 +97,7 @@ def rolled_out(drafter: Any, ids: Tensor, features: Tensor, steps: int) -> list[
         every = place[:, None] >= place
         near = every & (place[:, None] - place < (drafter.config.sliding_window or width))
         masks = {"full_attention": every[None, None], "sliding_attention": near[None, None]}
-        states = drafter.step(ids[:, 1 : width + 1], features, place[None], masks, None)
+        states = drafter.step(drafter.embed(ids[:, 1 : width + 1]), features, place[None], masks, None)
         features = torch.cat((features, states[:, -1:]), 1)
         found.append(states[0, -1])
     return found

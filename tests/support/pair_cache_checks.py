@@ -17,11 +17,11 @@ class CheckCache(Steered):
         self.model, self.checked, self.wrapped, self.rests = model, 0, False, 0
         self.known: dict[int, int] = {}
 
-    def observe(self, round: Round) -> None:
-        super().observe(round)
+    def on_observe(self, round: Round) -> None:
+        super().on_observe(round)
         if len(self.rounds) == 1:
             return
-        pairs = self.inner.session.pairs
+        pairs = self.session.model.pairs
         drafted = any(round.proposed)
         self.rests += not drafted
         for place, (row, length) in enumerate(zip(pairs.live, pairs.cache.lengths, strict=True)):

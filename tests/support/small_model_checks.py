@@ -14,15 +14,15 @@ from hf_specgen import Round
 class Follow(Watch):
     """Keep every proposal beside the text it was made for, and look at the drafter's cache after every round."""
 
-    def begin(self, sequences) -> None:
-        super().begin(sequences)
+    def on_begin(self, sequences) -> None:
+        super().on_begin(sequences)
         self.sequences = sequences
         self.made: list[tuple[list[list[int]], list[int], object]] = []
         self.checked, self.wrapped = 0, False
 
-    def propose(self, sequences):
-        texts, room = [list(tokens) for tokens in sequences.tokens], sequences.room
-        draft = super().propose(sequences)
+    def on_propose(self, sequences):
+        texts, room = [list(tokens) for tokens in sequences.tokens], self.room
+        draft = super().on_propose(sequences)
         self.made.append((texts, room, draft))
         return draft
 
@@ -38,10 +38,10 @@ class Follow(Watch):
 class CheckCache(Follow):
     """Compare the drafter's keys and values with a fresh reading of the row, after every round."""
 
-    def observe(self, round: Round) -> None:
-        super().observe(round)
-        cached = self.inner._cached
-        for place, (row, length) in enumerate(zip(self.inner._live, cached.lengths, strict=True)):
+    def on_observe(self, round: Round) -> None:
+        super().on_observe(round)
+        cached = self.session.model.cached
+        for place, (row, length) in enumerate(zip(self.session.model.live, cached.lengths, strict=True)):
             tokens = self.sequences.tokens[row]
             if self.sequences.finished[row]:
                 continue

@@ -13,7 +13,20 @@ import torch
 import transformers
 from transformers import AutoConfig, PreTrainedModel
 
-from hf_specgen import Draft, Drafter, PromptLookup, Round, SmallModel, SpeculativeDecoding, Tree
+from hf_specgen import (
+    Call,
+    Draft,
+    Drafter,
+    LearnedDrafter,
+    PromptLookup,
+    Reads,
+    Round,
+    Session,
+    SmallModel,
+    SpeculativeDecoding,
+    Tree,
+)
+from hf_specgen.drafting.drafter import TargetView
 
 COMMON = dict(
     vocab_size=64,
@@ -143,7 +156,52 @@ def prompts(lengths: list[int], seed: int = 3, vocab: int = 64) -> tuple[torch.T
     return ids, mask
 
 
-class RandomTree(Drafter):
+class Handmade(Drafter):
+    """A drafter for one call at a time that keeps its state on itself; a test overrides what happens when."""
+
+    hidden_layers: tuple[int, ...] = ()
+
+    def reads(self, model) -> Reads:
+        return Reads(hidden=self.hidden_layers)
+
+    def begin(self, call: Call) -> Session:
+        self.call = call
+        self.room: list[int] = []
+        self.on_begin(call.sequences)
+        return HandmadeSession(self)
+
+    def on_begin(self, sequences) -> None: ...
+
+    def on_propose(self, sequences) -> Draft:
+        raise NotImplementedError
+
+    def on_observe(self, round: Round) -> None: ...
+
+
+class HandmadeSession(Session):
+    """Hand every event of a call to the drafter itself."""
+
+    def __init__(self, drafter: Handmade) -> None:
+        self.drafter = drafter
+
+    @property
+    def draft_cost(self) -> float:
+        return vars(self.drafter)["session"].draft_cost if "session" in vars(self.drafter) else 0.0
+
+    def propose(self, room: list[int]) -> Draft:
+        self.drafter.room = room
+        return self.drafter.on_propose(self.drafter.call.sequences)
+
+    def observe(self, round: Round) -> None:
+        self.drafter.on_observe(round)
+
+
+def begun(drafter: Drafter, sequences) -> Session:
+    """Begin a drafter that needs nothing of its target."""
+    return drafter.begin(Call(sequences, TargetView(None)))
+
+
+class RandomTree(Handmade):
     """Draft random trees, another shape in every row and round, that often contain the given continuation."""
 
     def __init__(
@@ -151,12 +209,12 @@ class RandomTree(Drafter):
     ) -> None:
         self.texts, self.hit, self.nodes, self.seed, self.vocab = texts, hit, nodes, seed, vocab
 
-    def begin(self, sequences) -> None:
+    def on_begin(self, sequences) -> None:
         self.random = random.Random(self.seed)
         self.accepted_off_spine = 0
 
-    def propose(self, sequences) -> Draft:
-        known = zip(self.texts, sequences.tokens, sequences.room, strict=True)
+    def on_propose(self, sequences) -> Draft:
+        known = zip(self.texts, sequences.tokens, self.room, strict=True)
         rows = [self._row(text, tokens, room) for text, tokens, room in known]
         width = max(len(tokens) for tokens, _ in rows)
         device = sequences.prompt.device
@@ -180,31 +238,31 @@ class RandomTree(Drafter):
             right.append(follows and draft[-1] == text[place])
         return draft, parents
 
-    def observe(self, round: Round) -> None:
+    def on_observe(self, round: Round) -> None:
         self.accepted_off_spine += sum(path != list(range(len(path))) for path in round.paths)
 
 
-class Watch(Drafter):
+class Watch(Handmade):
     """Pass another drafter through and keep what happened, so that a test can assert which path ran."""
 
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
-        self.hidden_layers = inner.hidden_layers
 
-    def attach(self, model) -> None:
-        self.inner.attach(model)
-        self.hidden_layers = self.inner.hidden_layers  # some are known only now
+    def reads(self, model) -> Reads:
+        return self.inner.reads(model)
 
-    def begin(self, sequences) -> None:
+    def on_begin(self, sequences) -> None:
         self.rounds: list[Round] = []
-        self.inner.begin(sequences)
+        if isinstance(self.inner, LearnedDrafter):  # tests compute with it afterwards
+            self.inner.attach(self.call.target.model)
+        self.session = self.inner.begin(self.call)
 
-    def propose(self, sequences) -> Draft:
-        return self.inner.propose(sequences)
+    def on_propose(self, sequences) -> Draft:
+        return self.session.propose(self.room)
 
-    def observe(self, round: Round) -> None:
+    def on_observe(self, round: Round) -> None:
         self.rounds.append(round)
-        self.inner.observe(round)
+        self.session.observe(round)
 
     @property
     def longest(self) -> int:
@@ -276,6 +334,18 @@ def some(*axes: Collection[object], fast: Iterable[tuple[object, ...]] = ()) -> 
         chosen.append(max(cases, key=lambda case: len(met(case) & left)))
         left -= met(chosen[-1])
     return [case if case in chosen else pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
+def few(cases: Iterable[object], *fast: object) -> list[object]:
+    """Mark every case slow but those named; a name that no case has is an error."""
+    listed = list(cases)
+    if strangers := [case for case in fast if case not in listed]:
+        raise ValueError(f"no such cases: {strangers}")
+
+    def slow(case: object) -> object:
+        return pytest.param(*(case if isinstance(case, tuple) else [case]), marks=pytest.mark.slow)
+
+    return [case if case in fast else slow(case) for case in listed]
 
 
 def drafter_of(kind: str, model: PreTrainedModel, texts: list[list[int]], tokens: int = 4) -> Watch:

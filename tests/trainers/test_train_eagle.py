@@ -170,6 +170,7 @@ def test_only_the_drafter_is_saved(tmp_path: Path) -> None:
     assert torch.equal(loaded.fc.weight, trainer.drafter.fc.weight) and not torch.equal(loaded.fc.weight, before)
 
 
+@pytest.mark.slow
 def test_a_drafter_learns_a_text_by_heart(tmp_path: Path) -> None:
     """Evaluation tells the acceptance length of decoding exactly, before, half-way and when the text is known."""
     model = tiny()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import some
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -128,9 +129,7 @@ def difference(case: Case, objective: Objective) -> float:
     return max(float((ours - theirs).detach().abs().max()) for ours, theirs in pairs)
 
 
-@pytest.mark.parametrize("shared", (False, True), ids=("own teacher", "shared teachers"))
-@pytest.mark.parametrize("reduced", (False, True), ids=("whole", "reduced"))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "reduced", "shared"), some(KINDS, (False, True), (False, True)))
 def test_values_and_gradients_are_autograds(kind: str, reduced: bool, shared: bool) -> None:
     for chunk in (1, 5, 64):
         assert difference(make(reduced, shared), Objective(kind, chunk)) < 1e-13

@@ -19,7 +19,7 @@ import pytest
 import torch
 from cli_calls import PROMPT, call, save
 from regenerate_cases import EOS, LENGTHS, model_and_questions, read, source_of
-from tiny import tiny
+from tiny import some, tiny
 
 from hf_specgen import PromptLookup
 from hf_specgen.chats import Chat
@@ -128,8 +128,10 @@ def test_a_full_disk_keeps_what_was_finished(tmp_path: Path, monkeypatch: pytest
     assert read(parts / "answers.jsonl") == read(whole / "answers.jsonl")
 
 
-@pytest.mark.parametrize("sampling", [work.Sampling(16), work.Sampling(16, temperature=1.0, top_k=20, seed=5)])
-@pytest.mark.parametrize("torn", [b"", b'{"index": 3, "comp'])
+@pytest.mark.parametrize(
+    ("sampling", "torn"),
+    some((work.Sampling(16), work.Sampling(16, temperature=1.0, top_k=20, seed=5)), (b"", b'{"index": 3, "comp')),
+)
 def test_an_interrupted_run_goes_on_to_the_same_file(tmp_path: Path, sampling: work.Sampling, torn: bytes) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     answer(whole, sampling)

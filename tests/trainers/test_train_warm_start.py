@@ -51,7 +51,7 @@ def drafted(drafter: FeatureDrafter, hidden: tuple[Tensor, ...], ids: Tensor) ->
     """Return a drafter's logits for features, each beside the token of its own place."""
     places = torch.arange(ids.shape[1])
     mask = places[:, None] >= places
-    states = drafter.step(ids, drafter.fuse(hidden), places[None], mask[None, None], None)
+    states = drafter.step(drafter.embed(ids), drafter.fuse(hidden), places[None], mask[None, None], None)
     return drafter.logits(states)
 
 

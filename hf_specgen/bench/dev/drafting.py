@@ -28,13 +28,12 @@ from hf_specgen.checkpoints.config import DrafterConfig
 from hf_specgen.drafters.eagle import EagleDrafter
 from hf_specgen.drafters.eagle3 import Eagle3Drafter
 from hf_specgen.drafters.medusa import MedusaDrafter
-from hf_specgen.drafting.drafter import Drafter
+from hf_specgen.drafting.drafter import Call, Drafter, Reads, Session
 from hf_specgen.drafting.learned import LearnedDrafter
 from hf_specgen.errors import SpecGenError
 from hf_specgen.generate import SpeculativeDecoding
 from hf_specgen.measure.machine import describe_machine
 from hf_specgen.round.records import Draft, Round
-from hf_specgen.round.sequences import Sequences
 
 SCHEMA = "hf_specgen.bench.dev.drafting/1"
 CLASSES: dict[str, type[LearnedDrafter]] = {"medusa": MedusaDrafter, "eagle": EagleDrafter, "eagle3": Eagle3Drafter}
@@ -129,41 +128,20 @@ class Clocked(Drafter):
         self.rounds: list[dict[str, float]] = []
         self.assumed = 0.0
 
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:  # type: ignore[override]
-        """Return what the inner drafter reads."""
-        return self.inner.hidden_layers
+    def reads(self, model: PreTrainedModel) -> Reads:
+        """Return what the drafter reads."""
+        return self.inner.reads(model)
 
-    def attach(self, model: PreTrainedModel) -> None:
-        """Attach the inner drafter."""
-        self.inner.attach(model)
-
-    def begin(self, sequences: Sequences) -> None:
+    def begin(self, call: Call) -> ClockedSession:
         """Begin with no rounds."""
         self.rounds = []
-        self.inner.begin(sequences)
-        self.assumed = self.inner.draft_cost
-
-    def propose(self, sequences: Sequences) -> Draft:
-        """Time a proposal and its parts."""
-        parts: dict[str, float] = {LAYERS: 0.0, HEADS: 0.0}
-        with self._parts(parts):
-            begun = now()
-            draft = self.inner.propose(sequences)
-            parts["all"] = now() - begun
-        self.rounds.append(parts)
-        return draft
-
-    def observe(self, round: Round) -> None:
-        """Time what is learned from a round."""
-        _ = round.emitted  # the loop reads it from the device, drafter or not
-        begun = now()
-        self.inner.observe(round)
-        if self.rounds:
-            self.rounds[-1]["all"] += now() - begun
+        session = self.inner.begin(call)
+        self.assumed = session.draft_cost
+        return ClockedSession(self, session)
 
     @contextmanager
-    def _parts(self, parts: dict[str, float]) -> Iterator[None]:
+    def clocks(self, parts: dict[str, float]) -> Iterator[None]:
+        """Time the drafter's layers and heads inside the block."""
         names = CLOCKED["medusa" if self.inner.method == "medusa" else "eagle"]
         methods, own = vars(type(self.inner)), self.inner.__dict__
         try:
@@ -173,6 +151,32 @@ class Clocked(Drafter):
         finally:
             for name in names:
                 own.pop(name, None)
+
+
+class ClockedSession(Session):
+    """Time every round of a session."""
+
+    def __init__(self, drafter: Clocked, session: Session) -> None:
+        self.drafter = drafter
+        self.session = session
+
+    def propose(self, room: list[int]) -> Draft:
+        """Time a proposal and its parts."""
+        parts: dict[str, float] = {LAYERS: 0.0, HEADS: 0.0}
+        with self.drafter.clocks(parts):
+            begun = now()
+            draft = self.session.propose(room)
+            parts["all"] = now() - begun
+        self.drafter.rounds.append(parts)
+        return draft
+
+    def observe(self, round: Round) -> None:
+        """Time what is learned from a round."""
+        _ = round.emitted  # the loop reads it from the device, drafter or not
+        begun = now()
+        self.session.observe(round)
+        if self.drafter.rounds:
+            self.drafter.rounds[-1]["all"] += now() - begun
 
 
 def now() -> float:

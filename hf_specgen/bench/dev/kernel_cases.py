@@ -20,7 +20,6 @@ from hf_specgen.round.verify_dense import Dense, verify_dense
 _TOP_K, _TOP_P = 50, 0.95
 _GUESSED = 0.8  # how often a drafted token is the target's likeliest
 _BUFFERS, _HEADS, _SLOTS, _CHANNELS = 16, 8, 256, 128  # of the cache whose slots move
-_TEXT = 2048  # tokens that are searched
 _QUERY_HEADS, _CONTEXT = 32, 2048  # of the attention; a CPU gets a quarter of the slots
 _EPSILON, _DELTA = 0.3, 0.09
 
@@ -278,23 +277,6 @@ def _tree_mask(given: Inputs) -> Work:
     return Work(partial(ops.tree_mask, lengths, parents, view, view, 0, False), plain, count)
 
 
-def _match_ngrams(given: Inputs) -> Work:
-    batch, gamma = given.shape.batch, given.shape.gamma
-    ids = given.integers(50, batch, _TEXT)
-    lengths = torch.full((batch,), _TEXT, device=given.device)
-
-    def plain() -> object:
-        start = torch.zeros_like(lengths)
-        for size in range(1, 4):  # the longest match has the last word
-            windows = ids[:, :-1].unfold(1, size, 1)
-            found = (windows == ids[:, None, -size:]).all(-1)
-            last = found.shape[1] - 1 - found.flip(1).int().argmax(1)
-            start = torch.where(found.any(1), last + size, start)
-        return ids.gather(1, (start.unsqueeze(1) + torch.arange(gamma, device=ids.device)).clamp(max=_TEXT - 1))
-
-    return Work(partial(ops.match_ngrams, ids, lengths, 3, 1, gamma), plain, batch * 8 * (_TEXT + gamma))
-
-
 def _tree_attention(given: Inputs) -> Work:
     batch, places = given.shape.batch, given.shape.gamma + 1
     slots = _CONTEXT if given.device.type == "cuda" else _CONTEXT // 4
@@ -399,5 +381,4 @@ CASES = (
     Case("tree_attention", _tree_attention, by_vocab=False, on_cpu=True),
     Case("tree_mask", _tree_mask, by_vocab=False, on_cpu=True),
     Case("move_slots", _move_slots, by_vocab=False, on_cpu=True),
-    Case("match_ngrams", _match_ngrams, by_vocab=False, on_cpu=True),
 )

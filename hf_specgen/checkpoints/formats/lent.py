@@ -8,7 +8,9 @@ from torch import Tensor
 
 from hf_specgen.checkpoints.config import DrafterConfig
 from hf_specgen.checkpoints.formats.base import Source
+from hf_specgen.checkpoints.formats.shared import FLOATS
 from hf_specgen.errors import IncompatibleDrafter
+from hf_specgen.models.facts import fingerprint_of
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 _NAMES = {
@@ -20,11 +22,28 @@ _NAMES = {
 def lent_by(target: Source, config: DrafterConfig, wanted: Iterable[str]) -> dict[str, Tensor]:
     """Read the matrices that a drafter borrows off the target's own files, by our names; a tied head is the embedding.
 
-    Raises: ``IncompatibleDrafter`` when the files hold no such matrix of the drafter's sizes, or a head with a bias.
+    Raises: ``IncompatibleDrafter`` when the files hold no such matrix of the drafter's sizes, a quantised one, or a
+    head with a bias.
     """
     places = {name: _place(target, config, name) for name in wanted}
     loaded = target.load(sorted(set(places.values())))
+    for name, tensor in loaded.items():
+        if tensor.dtype not in FLOATS:
+            raise IncompatibleDrafter(
+                f"{target.name} holds {name} as {tensor.dtype}, quantised: float16, bfloat16 or float32 are required "
+                "of what a drafter's file shall hold too. Give --target the unquantised model."
+            )
     return {name: loaded[place].clone() for name, place in places.items()}
+
+
+def is_made_for(target: Source, config: DrafterConfig) -> bool:
+    """Tell whether files are those of the target that a drafter was made for, True where it cannot be told."""
+    known, table = config.target.get("fingerprint"), _called(target, EMBEDDING)
+    head = _called(target, HEAD) or table
+    if not known or not table:
+        return True
+    loaded = target.load(sorted({table, head}))
+    return fingerprint_of(loaded[table], loaded[head]) in ("", known)
 
 
 def _place(target: Source, config: DrafterConfig, wanted: str) -> str:
