@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import Watch, disturbed, plain, prompts, tiny
+from tiny import Watch, disturbed, plain, prompts, tiny, unnoticed
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
@@ -304,7 +304,7 @@ def test_a_generate_of_the_objects_own_comes_back(runs: list) -> None:
 
 def forwards_of(model: PreTrainedModel) -> list[int]:
     counted: list[int] = []
-    model.register_forward_pre_hook(lambda *args: counted.append(1))
+    model.register_forward_pre_hook(unnoticed(lambda *args: counted.append(1)))
     return counted
 
 
