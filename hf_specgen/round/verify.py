@@ -263,9 +263,14 @@ def _counted(draft: Draft) -> Tensor:
     return torch.arange(draft.width, device=draft.tokens.device) < draft.n_valid.unsqueeze(1)
 
 
+def _known(scores: Scores, draft: Draft) -> Tensor:
+    """Mark the nodes whose token exists: ``(B, N)``."""
+    return draft.tokens.clamp(0, scores.vocab_size - 1) == draft.tokens
+
+
 def _real(scores: Scores, draft: Draft) -> Tensor:
-    """Mark the nodes that may be accepted, those whose token exists: ``(B, N)``."""
-    return _counted(draft) & (draft.tokens.clamp(0, scores.vocab_size - 1) == draft.tokens)
+    """Mark the nodes that may be accepted: ``(B, N)``."""
+    return _counted(draft) & _known(scores, draft)
 
 
 def _children(scores: Scores, draft: Draft) -> tuple[Tensor, Tensor]:
@@ -284,7 +289,7 @@ def _children(scores: Scores, draft: Draft) -> tuple[Tensor, Tensor]:
     present = torch.zeros_like(children, dtype=torch.bool)
     place = (torch.arange(len(parents), device=node.device).unsqueeze(1), parents, rank)
     children[place] = node.expand_as(parents)
-    present[place] = _real(scores, draft)
+    present[place] = counted & _known(scores, draft)
     return children[:, :-1], present[:, :-1]
 
 
