@@ -16,7 +16,6 @@ import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from transformers import (
-    GenerationConfig,
     PreTrainedModel,
     TrainerCallback,
     TrainerControl,
@@ -27,8 +26,9 @@ from transformers import (
 from hf_specgen.chats import Chat, check_settings, render
 from hf_specgen.errors import SpecGenError
 from hf_specgen.generate import SpeculativeDecoding
-from hf_specgen.models.wrappers import input_device
-from hf_specgen.round.stats import AcceptanceStats, RowStats
+from hf_specgen.measure.compare import first_difference
+from hf_specgen.measure.decode import decode, greedy_config, one_row
+from hf_specgen.round.stats import RowStats
 from hf_specgen.trainers.worth import is_sharded, live
 
 
@@ -111,7 +111,7 @@ Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Decoded:
+class DecodedPrompts:
     """Hold what decoding showed: tokens written by rounds, rounds, prompts whose text was plain decoding's own."""
 
     tokens: int
@@ -204,32 +204,32 @@ class AcceptanceCallback(TrainerCallback):
         return True
 
     @torch.no_grad()
-    def _decoded(self) -> Decoded:
+    def _decoded(self) -> DecodedPrompts:
         """Decode every prompt alone, plainly once and with the drafter as it is now."""
         target: PreTrainedModel = self.trainer.target.model
-        config = copy.deepcopy(target.generation_config)
-        config.update(do_sample=False, num_beams=1, max_new_tokens=self.max_new_tokens, max_length=None)
-        config.update(temperature=None, top_k=None, top_p=None, return_dict_in_generate=False)
+        config = greedy_config(target, self.max_new_tokens)
         prompts = [self._ids(prompt) for prompt in self.prompts]
         if self._plain is None:
-            self._plain = [_written(target, ids, config)[0] for ids in prompts]
+            self._plain = [decode(target, one_row(target, ids), generation_config=config).rows[0] for ids in prompts]
         loop = SpeculativeDecoding(live(self.trainer.drafter, target))
         drawn = copy.deepcopy(config)
         drawn.update(do_sample=True, temperature=self.temperature or 1.0, top_k=0, top_p=1.0)
         tokens = rounds = equal = 0
         total = RowStats()
         for number, (ids, wanted) in enumerate(zip(prompts, self._plain, strict=True)):
-            text, stats = _written(target, ids, config, custom_generate=loop)
+            inputs = one_row(target, ids)
+            output = decode(target, inputs, loop, generation_config=config)
+            text = output.rows[0]
             if text != wanted and target.dtype == torch.float32:
-                raise SpecGenError(_told(number, text, wanted))
+                raise SpecGenError(_difference_words(number, text, wanted))
             equal += text == wanted
             if self.temperature:
-                text, stats = _written(target, ids, drawn, custom_generate=loop, seed=number)
-            assert stats is not None
-            tokens = tokens + len(text) - 1
-            rounds = rounds + stats.total.num_rounds
-            total.merge(stats.total)
-        return Decoded(tokens, rounds, equal, len(prompts), total)
+                output = decode(target, inputs, loop, generation_config=drawn, seed=number)
+            assert output.stats is not None
+            tokens += len(output.rows[0]) - 1
+            rounds += output.stats.total.num_rounds
+            total.merge(output.stats.total)
+        return DecodedPrompts(tokens, rounds, equal, len(prompts), total)
 
     def _ids(self, prompt: Prompt) -> list[int]:
         tokenizer = self.trainer.processing_class
@@ -243,18 +243,11 @@ class AcceptanceCallback(TrainerCallback):
         return list(render(tokenizer, chat, asks=True, tokenize=True, return_dict=True)["input_ids"])
 
 
-def _written(
-    target: PreTrainedModel, ids: list[int], config: GenerationConfig, **more: Any
-) -> tuple[list[int], AcceptanceStats | None]:
-    """Return what is written behind a prompt, and the statistics of a speculative call."""
-    prompt = torch.tensor([ids], device=input_device(target))
-    out: Any = target.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config, **more)
-    return out[0, len(ids) :].tolist(), out.speculation if more else None
-
-
-def _told(number: int, text: list[int], wanted: list[int]) -> str:
-    place = next((at for at, pair in enumerate(zip(text, wanted, strict=False)) if pair[0] != pair[1]), 0)
+def _difference_words(number: int, text: list[int], wanted: list[int]) -> str:
+    position = first_difference(wanted, text) or 0
+    ours = text[position : position + 3]
+    plain = wanted[position : position + 3]
     return (
-        f"prompt {number}: token {place} of the text differs from plain greedy decoding ({text[place : place + 3]} "
-        f"instead of {wanted[place : place + 3]}). Please report it; decoding must not change a float32 text."
+        f"prompt {number}: token {position} of the text differs from plain greedy decoding ({ours} "
+        f"instead of {plain}). Please report it; decoding must not change a float32 text."
     )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_specgen.drafters.prompt_lookup import PromptLookup
 from hf_specgen.drafters.small_model import SmallModel
@@ -18,6 +17,9 @@ from hf_specgen.drafters.with_lookup import WithLookup
 from hf_specgen.drafting.drafter import Drafter
 from hf_specgen.drafting.learned import LearnedDrafter
 from hf_specgen.generate import SpeculativeDecoding
+from hf_specgen.measure.decode import Output, greedy_config, one_row
+from hf_specgen.measure.decode import decode as decode_once
+from hf_specgen.measure.machine import Stopwatch, Timing
 from hf_specgen.models.wrappers import input_device
 from hf_specgen.round.stats import RowStats
 
@@ -33,7 +35,7 @@ Progress = Callable[[int, int, str], None]
 
 
 @dataclass
-class Decoded:
+class DecodingTotals:
     """Hold what one way to decode came to: greedy, one prompt at a time, seconds of the whole calls."""
 
     tokens: int = 0
@@ -41,6 +43,15 @@ class Decoded:
     prefill_seconds: float = 0.0
     same: int = 0
     total: RowStats = field(default_factory=RowStats)
+
+    def add(self, output: Output, timing: Timing, same: bool) -> None:
+        """Count one call; ``same``: its text is plain decoding's."""
+        self.tokens += len(output.rows[0])
+        self.seconds += timing.wall
+        self.same += same
+        if output.stats is not None:
+            self.total.merge(output.stats.total)
+            self.prefill_seconds += output.stats.prefill_seconds
 
     @property
     def step_seconds(self) -> float:
@@ -156,48 +167,28 @@ def decode(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     progress: Progress | None = None,
-) -> dict[str, Decoded]:
+) -> dict[str, DecodingTotals]:
     """Decode every prompt with every drafter, taking turns; None is plain ``generate()``, and comes first."""
-    config = copy.deepcopy(target.generation_config) or GenerationConfig()
-    config.update(do_sample=False, num_beams=1, max_length=None, temperature=None, top_k=None, top_p=None)
-    found = {name: Decoded() for name in drafters}
-    loops = {name: {"custom_generate": SpeculativeDecoding(made)} if made else {} for name, made in drafters.items()}
-    config.max_new_tokens = min(_WARM_UP, max_new_tokens)
+    totals = {name: DecodingTotals() for name in drafters}
+    loops = {name: SpeculativeDecoding(drafter) if drafter else None for name, drafter in drafters.items()}
+    short = greedy_config(target, min(_WARM_UP, max_new_tokens))
     for loop in loops.values():
-        _timed(target, prompts[0], config, loop)
-    config.max_new_tokens = max_new_tokens
+        decode_once(target, one_row(target, prompts[0]), loop, generation_config=short)
+    config = greedy_config(target, max_new_tokens)
     for done, prompt in enumerate(prompts, 1):
+        inputs = one_row(target, prompt)
         plain: list[int] | None = None
         for name, loop in loops.items():
-            text, seconds, out = _timed(target, prompt, config, loop)
-            part = found[name]
-            part.tokens = part.tokens + len(text)
-            part.seconds = part.seconds + seconds
-            if loop:
-                part.total.merge(out.speculation.total)
-                part.prefill_seconds += out.speculation.prefill_seconds
-            else:
+            watch = Stopwatch(input_device(target))
+            with watch:
+                output = decode_once(target, inputs, loop, generation_config=config)
+            text = output.rows[0]
+            if output.stats is None:
                 plain = text
-            part.same += text == plain
+            totals[name].add(output, watch.timing, same=text == plain)
         if progress is not None:
             progress(done, len(prompts), "")
-    return found
-
-
-def _timed(
-    target: PreTrainedModel, prompt: Sequence[int], config: GenerationConfig, loop: dict[str, Any]
-) -> tuple[list[int], float, Any]:
-    ids = torch.tensor([list(prompt)], device=input_device(target))
-    _settle(ids.device)
-    start = time.perf_counter()
-    out: Any = target.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, **loop)
-    _settle(ids.device)
-    return out[0, ids.shape[1] :].tolist(), time.perf_counter() - start, out
-
-
-def _settle(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+    return totals
 
 
 def acceptance(
@@ -230,8 +221,8 @@ def weigh(
         OURS: live(drafter, target),
         COMBINED: WithLookup(live(drafter, target)),
     }
-    found = decode(target, drafters, prompts, max_new_tokens, progress)
-    plain, fixed, ours, lookup, both = (found[name] for name in (PLAIN, FIXED, OURS, LOOKUP, COMBINED))
+    totals = decode(target, drafters, prompts, max_new_tokens, progress)
+    plain, fixed, ours, lookup, both = (totals[name] for name in (PLAIN, FIXED, OURS, LOOKUP, COMBINED))
     plain.prefill_seconds = fixed.prefill_seconds  # the same prompts are read, and plain generate() does not say
     return Worth(
         prompts=len(prompts),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_specgen.bench.report import batch_sizes
 from hf_specgen.errors import SpecGenError
-from hf_specgen.measure.compare import Divergence
+from hf_specgen.measure.compare import Divergence, next_scores
 from hf_specgen.measure.methods import OURS, Decoding, Method, plain_method
 from hf_specgen.measure.prompts import Prompt
 from hf_specgen.measure.run import Progress, Settings, run_bench
@@ -156,17 +156,8 @@ def _others(model: Any, tokens: Sequence[int]) -> list[int]:
 
 def _next_laws(model: Any, prefixes: Tensor, decoding: Decoding, suppressed: list[int] | None) -> Tensor:
     """Return the law of the next token after each prefix, ``(R, V)`` float64, from plain ``generate()``."""
-    block = prefixes.to(model.device)
-    options = {**decoding.kwargs(), "max_new_tokens": 1, "suppress_tokens": suppressed}
-    out = model.generate(
-        input_ids=block,
-        attention_mask=torch.ones_like(block),
-        return_dict_in_generate=True,
-        output_scores=True,
-        pad_token_id=0,
-        **options,
-    )
-    return out.scores[0].double().softmax(-1).cpu()
+    settings = {**decoding.kwargs(), "suppress_tokens": suppressed, "pad_token_id": 0}
+    return next_scores(model, prefixes, **settings).double().softmax(-1)
 
 
 def enumerate_law(

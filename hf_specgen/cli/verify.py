@@ -35,6 +35,8 @@ def verify(  # noqa: PLR0913 - one parameter a flag
     batch_size: options.BatchSize = 1,
     max_new_tokens: options.MaxNewTokens = 64,
     num_tokens: options.NumTokens = 5,
+    rule: options.RuleName = Rule.rejection,
+    sample_drafts: options.SampleDrafts = False,
     tolerance: Tolerance = None,
     law_tokens: LawTokens = 4,
     law_samples: LawSamples = 1024,
@@ -42,8 +44,6 @@ def verify(  # noqa: PLR0913 - one parameter a flag
     top_k: options.TopK = None,
     top_p: options.TopP = None,
     seed: options.Seed = None,
-    rule: options.RuleName = Rule.rejection,
-    sample_drafts: options.SampleDrafts = False,
     no_chat: options.NoChat = False,
     chat_template_kwargs: options.TemplateSettings = None,
     dtype: options.DtypeName = Dtype.auto,
@@ -114,14 +114,12 @@ def _show_greedy(report: GreedyReport, tokenizer: Any) -> None:
     several = list(report.batch_sizes) != ["1"]
     rows = f" (batches: {batch_words(report.batch_sizes)})" if several else ""
     typer.echo(f"identical to plain greedy: {report.same}/{report.compared}{rows}")
-    for name, found in report.divergences:
-        words = [
-            "end of text" if token is None else repr(tokenizer.decode([token])) for token in (found.plain, found.other)
-        ]
-        verdict = f"a tie up to {report.tolerance:g}" if found.is_tie(report.tolerance) else "NOT A TIE"
+    for name, divergence in report.divergences:
+        plain, other = divergence.words(tokenizer)
+        verdict = f"a tie up to {report.tolerance:g}" if divergence.is_tie(report.tolerance) else "NOT A TIE"
         typer.echo(
-            f"  {name}: first divergence at token {found.position}, {words[0]} (plain) or {words[1]}, "
-            f"logit gap {found.gap:.4f}: {verdict}"
+            f"  {name}: first divergence at token {divergence.position}, {plain} (plain) or {other}, "
+            f"logit gap {divergence.gap:.4f}: {verdict}"
         )
 
 

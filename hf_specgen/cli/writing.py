@@ -14,10 +14,11 @@ from rich.text import Text
 from hf_specgen.cli.session import Session, note, out
 from hf_specgen.errors import SpecGenError, reason_of
 from hf_specgen.measure.compare import Divergence, find_divergence, ratio_words
-from hf_specgen.measure.machine import Stopwatch, Timing
-from hf_specgen.measure.methods import Decoding, Method, Output, our_method, plain_method
+from hf_specgen.measure.decode import Output
+from hf_specgen.measure.machine import Timing
+from hf_specgen.measure.methods import Decoding, Method, our_method, plain_method
 from hf_specgen.measure.prompts import Prompt, encode, pad_left, pad_token
-from hf_specgen.measure.run import check_room
+from hf_specgen.measure.run import check_room, timed_run
 
 WARM_UP_TOKENS = 8
 
@@ -136,12 +137,10 @@ class Writer:
             typer.echo(text.add(tokens), nl=False)
 
         extra = {"on_tokens": show} if stream else {}
-        watch = Stopwatch(self.session.model.device)
-        with watch:
-            output = method.generate(self.session.model, inputs, self.decoding, pad_token_id=pad, **extra)
+        output, timing = timed_run(method, self.session.model, inputs, self.decoding, pad_token_id=pad, **extra)
         if stream:
             typer.echo(text.finish())
-        return output, watch.timing
+        return output, timing
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return str(self.session.tokenizer.decode(list(tokens), skip_special_tokens=True))
@@ -160,8 +159,8 @@ class Writer:
 
     def _show_pair(self, ids: list[int], plain: list[int], ours: list[int]) -> None:
         model = self.session.model
-        found = find_divergence(model, ids, plain, ours)
-        position = len(plain) if found is None else found.position
+        divergence = find_divergence(model, ids, plain, ours)
+        position = len(plain) if divergence is None else divergence.position
         width = max(24, (out().width - 2) // 2)
         title = "plain" if self.decoding.greedy else "no drafter, same seed"
         panels = [
@@ -169,21 +168,18 @@ class Writer:
             for name, tokens in ((title, plain), ("speculative", ours))
         ]
         out().print(Columns(panels, padding=(0, 0)))
-        out().print(self._verdict(found), soft_wrap=True)
+        out().print(self._verdict(divergence), soft_wrap=True)
 
     def _marked(self, tokens: list[int], position: int) -> Text:
         same = self._decode(tokens[:position])
         return Text(same).append(self._decode(tokens)[len(same) :], style="bold yellow")
 
-    def _verdict(self, found: Divergence | None) -> str:
-        if found is None:
+    def _verdict(self, divergence: Divergence | None) -> str:
+        if divergence is None:
             return "identical"
-        words = [
-            "end of text" if token is None else repr(self.session.tokenizer.decode([token]))
-            for token in (found.plain, found.other)
-        ]
-        where = f"first divergence at token {found.position}: {words[0]} or {words[1]}"
-        gap = f", logit gap {found.gap:.4f} between the target's two best" if self.decoding.greedy else ""
+        plain, other = divergence.words(self.session.tokenizer)
+        where = f"first divergence at token {divergence.position}: {plain} or {other}"
+        gap = f", logit gap {divergence.gap:.4f} between the target's two best" if self.decoding.greedy else ""
         return where + gap
 
     def _times(self, left: Output, left_time: Timing, right: Output, right_time: Timing) -> str:

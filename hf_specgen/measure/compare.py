@@ -24,9 +24,19 @@ class Divergence:
     gap: float
     shortfall: float | None
 
+    def words(self, tokenizer: Any) -> tuple[str, str]:
+        """Return the plain and the other token in quotes, or that the text ended there."""
+        return _token_words(tokenizer, self.plain), _token_words(tokenizer, self.other)
+
     def is_tie(self, tolerance: float) -> bool:
         """Say whether both tokens are the best one up to ``tolerance``."""
         return self.shortfall is not None and self.shortfall <= tolerance
+
+
+def _token_words(tokenizer: Any, token: int | None) -> str:
+    if token is None:
+        return "end of text"
+    return repr(tokenizer.decode([token]))
 
 
 def first_difference(plain: Sequence[int], other: Sequence[int]) -> int | None:
@@ -42,7 +52,7 @@ def find_divergence(model: Any, prompt: Sequence[int], plain: Sequence[int], oth
     position = first_difference(plain, other)
     if position is None:
         return None
-    scores = next_scores(model, [*prompt, *plain[:position]])
+    scores = next_scores(model, torch.tensor([[*prompt, *plain[:position]]]))[0]
     best, second = scores.topk(2).values.tolist()
     left = plain[position] if position < len(plain) else None
     right = other[position] if position < len(other) else None
@@ -50,16 +60,20 @@ def find_divergence(model: Any, prompt: Sequence[int], plain: Sequence[int], oth
     return Divergence(position, left, right, best - second, shortfall)
 
 
-def next_scores(model: Any, ids: Sequence[int], **kwargs: Any) -> torch.Tensor:
-    """Return the target's processed scores for the token after ``ids``, from one plain forward over all of them.
+def next_scores(model: Any, prefixes: torch.Tensor, **settings: Any) -> torch.Tensor:
+    """Return the target's processed scores for the token after each prefix, from one plain forward over all of them.
 
-    Shapes: ``(V,)`` float32 on the CPU.
+    ``settings`` are those of ``generate()``; greedy unless they say otherwise.
+
+    Shapes: ``prefixes (R, T)``; returns ``(R, V)`` float32 on the CPU.
     """
     # generate() and not forward(): the scores are those that decoding sees, processors included
-    block = torch.tensor([list(ids)], device=model.device)
-    options = {"do_sample": False, "max_new_tokens": 1, "return_dict_in_generate": True, "output_scores": True}
-    out = model.generate(input_ids=block, attention_mask=torch.ones_like(block), **{**options, **kwargs})
-    return out.scores[0][0].float().cpu()
+    block = prefixes.to(model.device)
+    asked = {"max_new_tokens": 1, "return_dict_in_generate": True, "output_scores": True}
+    options = {"do_sample": False, **settings, **asked}
+    out = model.generate(input_ids=block, attention_mask=torch.ones_like(block), **options)
+    scores: torch.Tensor = out.scores[0]
+    return scores.float().cpu()
 
 
 def tie_tolerance(dtype: torch.dtype) -> float:

@@ -82,8 +82,8 @@ class Stopwatch:
         self.timing = Timing(wall, max(0.0, _queue_seconds() - self._waited) / torch.get_num_threads())
 
     def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
 
 
 def _queue_seconds() -> float:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hf_specgen.drafters.prompt_lookup import PromptLookup
 from hf_specgen.drafters.small_model import SmallModel
@@ -18,10 +17,9 @@ from hf_specgen.drafting.learned import LearnedDrafter
 from hf_specgen.errors import SpecGenError
 from hf_specgen.generate import SpeculativeDecoding
 from hf_specgen.loading import load_drafter
+from hf_specgen.measure.decode import Inputs, Output, decode
 from hf_specgen.models.prepack import prepack
-from hf_specgen.round.stats import AcceptanceStats
 
-Inputs = dict[str, Tensor]
 Load = Callable[[str], tuple[Any, Any]]
 
 PLAIN, STOCK, CONSTANT, OURS = "plain", "stock", "ours-constant", "ours"
@@ -62,14 +60,6 @@ class Decoding:
 
 
 @dataclass(frozen=True)
-class Output:
-    """Hold the new tokens of each row, up to and including the end of sequence, and our statistics if it was us."""
-
-    rows: list[list[int]]
-    stats: AcceptanceStats | None = None
-
-
-@dataclass(frozen=True)
 class Method:
     """Name a way to decode: ``generate(model, inputs, decoding, **extra)`` returns the new tokens.
 
@@ -82,24 +72,12 @@ class Method:
     max_rows: int | None = None
 
 
-def cut(model: Any, inputs: Inputs, sequences: Tensor) -> list[list[int]]:
-    """Return each row's new tokens up to and including its first end of sequence."""
-    eos = model.generation_config.eos_token_id
-    ends = set(eos if isinstance(eos, list) else [eos])
-    rows = []
-    for row in sequences[:, inputs["input_ids"].shape[1] :].tolist():
-        stop = next((i for i, token in enumerate(row) if token in ends), len(row))
-        rows.append(row[: stop + 1])
-    return rows
-
-
 def stock_method(name: str, label: str, max_rows: int | None = None, **fixed: Any) -> Method:
     """Build the method that calls the model's own ``generate()`` with ``fixed`` arguments, seeded globally."""
 
     def run(model: Any, inputs: Inputs, decoding: Decoding, **extra: Any) -> Output:
         torch.manual_seed(decoding.seed)
-        sequences = model.generate(**inputs, **decoding.kwargs(), **fixed, **extra)
-        return Output(cut(model, inputs, sequences))
+        return decode(model, inputs, return_dict_in_generate=True, **decoding.kwargs(), **fixed, **extra)
 
     return Method(name, label, run, max_rows)
 
@@ -123,11 +101,8 @@ def our_method(
 
     def run(model: Any, inputs: Inputs, decoding: Decoding, **extra: Any) -> Output:
         seed = {} if decoding.greedy else {"seed": decoding.seed}
-        call = SpeculativeDecoding(drafter, rule=rule, tokenizer=tokenizer)
-        out = model.generate(
-            **inputs, **decoding.kwargs(), custom_generate=call, return_dict_in_generate=True, **seed, **extra
-        )
-        return Output(cut(model, inputs, out.sequences), out.speculation)
+        loop = SpeculativeDecoding(drafter, rule=rule, tokenizer=tokenizer)
+        return decode(model, inputs, loop, return_dict_in_generate=True, **decoding.kwargs(), **seed, **extra)
 
     return Method(name, label, run)
 

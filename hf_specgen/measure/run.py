@@ -8,8 +8,9 @@ from typing import Any
 
 from hf_specgen.errors import SpecGenError
 from hf_specgen.measure.compare import Divergence, find_divergence
+from hf_specgen.measure.decode import Inputs, Output
 from hf_specgen.measure.machine import Stopwatch, Timing
-from hf_specgen.measure.methods import PLAIN, Decoding, Inputs, Method, Output
+from hf_specgen.measure.methods import PLAIN, Decoding, Method
 from hf_specgen.measure.prompts import Prompt, batches, category_of, encode, pad_left, pad_token
 from hf_specgen.round.stats import AcceptanceStats
 
@@ -87,10 +88,8 @@ def run_bench(
         for repeat in range(settings.repeats):
             shift = (number + repeat) % len(methods)
             for method in [*methods[shift:], *methods[:shift]]:
-                watch = Stopwatch(model.device)
-                with watch:
-                    output = method.generate(model, inputs, settings.decoding, pad_token_id=pad)
-                batch.cells[method.name].add(output, watch.timing)
+                output, timing = timed_run(method, model, inputs, settings.decoding, pad_token_id=pad)
+                batch.cells[method.name].add(output, timing)
                 done += 1
                 if progress is not None:
                     progress(done, total, f"{batch.category}: {method.label}")
@@ -98,6 +97,14 @@ def run_bench(
         if settings.decoding.greedy:
             compare_texts(model, batch)
     return work
+
+
+def timed_run(method: Method, model: Any, inputs: Inputs, decoding: Decoding, **extra: Any) -> tuple[Output, Timing]:
+    """Decode one batch with a method and time the whole call."""
+    watch = Stopwatch(model.device)
+    with watch:
+        output = method.generate(model, inputs, decoding, **extra)
+    return output, watch.timing
 
 
 def compare_texts(model: Any, batch: BatchResult) -> None:

@@ -20,7 +20,8 @@ from hf_specgen.bench import exactness, plots, report
 from hf_specgen.errors import SpecGenError
 from hf_specgen.measure import machine, run
 from hf_specgen.measure.compare import Divergence, find_divergence, first_difference, ratio_words, tie_tolerance
-from hf_specgen.measure.methods import Decoding, DrafterChoice, Method, Output, our_method, plain_method
+from hf_specgen.measure.decode import Output
+from hf_specgen.measure.methods import Decoding, DrafterChoice, Method, our_method, plain_method
 from hf_specgen.measure.prompts import Prompt, pad_left
 from hf_specgen.round.stats import AcceptanceStats, RowStats
 
