@@ -31,7 +31,7 @@ RANK = {name: rank for rank, name in enumerate(re.findall(r"\w+", ORDER))}
 FILE_LINES = 600
 FUNCTION_LINES = 60
 EXAMPLE_LINES = 60
-CORE_LINES = 1_200  # one sitting
+CORE_LINES = 1_250  # one sitting
 CORE = ("generate", "round/records", "models/target", "models/slot_cache", "round/verify")
 
 MOVING_PARTS = {"cache_utils", "masking_utils", "modeling_utils"}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import Watch, disturbed, plain, prompts, tiny
+from tiny import Watch, disturbed, plain, prompts, tiny, unnoticed
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
@@ -42,9 +42,9 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[PreTrainedModel, str]]:
     seen: list[tuple[PreTrainedModel, str]] = []
     genuine = SpeculativeDecoding._run
 
-    def run(self: SpeculativeDecoding, target, sequences, log):
+    def run(self: SpeculativeDecoding, session, target, sequences, stats, log):
         seen.append((target.cached.model, type(self.drafter).__name__))
-        return genuine(self, target, sequences, log)
+        return genuine(self, session, target, sequences, stats, log)
 
     monkeypatch.setattr(SpeculativeDecoding, "_run", run)
     return seen
@@ -304,7 +304,7 @@ def test_a_generate_of_the_objects_own_comes_back(runs: list) -> None:
 
 def forwards_of(model: PreTrainedModel) -> list[int]:
     counted: list[int] = []
-    model.register_forward_pre_hook(lambda *args: counted.append(1))
+    model.register_forward_pre_hook(unnoticed(lambda *args: counted.append(1)))
     return counted
 
 

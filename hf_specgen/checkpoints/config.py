@@ -82,39 +82,25 @@ class DrafterConfig(PretrainedConfig):
         target: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        self.method = method
-        self.layer_type = layer_type
-        self.hidden_size = hidden_size
-        self.intermediate_size = intermediate_size
-        self.num_hidden_layers = num_hidden_layers
-        self.num_attention_heads = num_attention_heads
+        self.method, self.layer_type = method, layer_type
+        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
+        self.num_hidden_layers, self.num_attention_heads = num_hidden_layers, num_attention_heads
         self.num_key_value_heads = num_key_value_heads or num_attention_heads
         self.head_dim = head_dim or hidden_size // num_attention_heads
-        self.hidden_act = hidden_act
-        self.rms_norm_eps = rms_norm_eps
+        self.hidden_act, self.rms_norm_eps = hidden_act, rms_norm_eps
         self.rope_parameters = dict(rope_parameters or {"rope_type": "default", "rope_theta": 10000.0})
         self.max_position_embeddings = max_position_embeddings
-        self.attention_bias = attention_bias
-        self.mlp_bias = mlp_bias
-        self.sliding_window = sliding_window
+        self.attention_bias, self.mlp_bias, self.sliding_window = attention_bias, mlp_bias, sliding_window
         self.layer_types = None if layer_types is None else list(layer_types)
-        self.vocab_size = vocab_size
-        self.draft_vocab_size = draft_vocab_size or vocab_size
+        self.vocab_size, self.draft_vocab_size = vocab_size, draft_vocab_size or vocab_size
         self.target_hidden_size = target_hidden_size or hidden_size
-        self.own_embedding = own_embedding
-        self.own_head = own_head
+        self.own_embedding, self.own_head = own_embedding, own_head
         self.fc_bias = fc_bias
         self.aux_layer_boundaries = list(aux_layer_boundaries or [])
-        self.norm_before_residual = norm_before_residual
-        self.norm_before_fc = norm_before_fc
-        self.fc_norm = fc_norm
-        self.norm_output = norm_output
-        self.num_heads = num_heads
-        self.num_head_layers = num_head_layers
-        self.head_bias = head_bias
-        self.tree = tree
-        self.num_tokens = num_tokens
-        self.sample = sample
+        self.norm_before_residual, self.norm_before_fc = norm_before_residual, norm_before_fc
+        self.fc_norm, self.norm_output = fc_norm, norm_output
+        self.num_heads, self.num_head_layers, self.head_bias = num_heads, num_head_layers, head_bias
+        self.tree, self.num_tokens, self.sample = tree, num_tokens, sample
         self.target = dict(target or {})
         super().__init__(**kwargs)
 

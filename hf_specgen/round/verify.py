@@ -258,10 +258,19 @@ def _table(coins: CoinSource, draft: Draft, use: int, siblings: int = 1) -> Tens
     return toss(coins, len(draft.tokens), draft.tree.max_depth + 1, use, siblings, draft.tokens.device)
 
 
-def _real(scores: ScoreSource, draft: Draft) -> Tensor:
+def _counted(draft: Draft) -> Tensor:
     """Mark the nodes that are more than padding: ``(B, N)``."""
-    counted = torch.arange(draft.width, device=draft.tokens.device) < draft.n_valid.unsqueeze(1)
-    return counted & (draft.tokens.clamp(0, scores.vocab_size - 1) == draft.tokens)
+    return torch.arange(draft.width, device=draft.tokens.device) < draft.n_valid.unsqueeze(1)
+
+
+def _known(scores: ScoreSource, draft: Draft) -> Tensor:
+    """Mark the nodes whose token exists: ``(B, N)``."""
+    return draft.tokens.clamp(0, scores.vocab_size - 1) == draft.tokens
+
+
+def _real(scores: ScoreSource, draft: Draft) -> Tensor:
+    """Mark the nodes that may be accepted: ``(B, N)``."""
+    return _counted(draft) & _known(scores, draft)
 
 
 def _children(scores: ScoreSource, draft: Draft) -> tuple[Tensor, Tensor]:
@@ -270,16 +279,17 @@ def _children(scores: ScoreSource, draft: Draft) -> tuple[Tensor, Tensor]:
     Returns: node indices ``(B, S, K)`` and bool ``(B, S, K)``.
     """
     node = torch.arange(draft.width, device=draft.tokens.device)
-    real = _real(scores, draft)
+    counted = _counted(draft)
     nowhere = draft.width + 1  # the parent of padding: its children are cut off below
-    parents = torch.where(real, draft.tree.parents + 1, nowhere)
-    rank = (parents.unsqueeze(2) == parents.unsqueeze(1)).tril(-1).sum(-1) * real
+    parents = torch.where(counted, draft.tree.parents + 1, nowhere)
+    # every sibling has a coin of its own, also behind one whose token does not exist
+    rank = (parents.unsqueeze(2) == parents.unsqueeze(1)).tril(-1).sum(-1) * counted
     siblings = _most_siblings(draft.tree, rank)
     children = parents.new_zeros(len(parents), draft.width + 2, siblings)
     present = torch.zeros_like(children, dtype=torch.bool)
     place = (torch.arange(len(parents), device=node.device).unsqueeze(1), parents, rank)
     children[place] = node.expand_as(parents)
-    present[place] = real
+    present[place] = counted & _known(scores, draft)
     return children[:, :-1], present[:, :-1]
 
 

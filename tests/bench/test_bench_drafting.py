@@ -63,8 +63,8 @@ def test_a_round_runs_one_pass_a_token(case: DraftingCase, passes: dict[str, int
             return genuine(self, *args)
 
         monkeypatch.setattr(type(drafter.inner), name, counted)
-    begun = drafter.propose
-    drafter.propose = lambda sequences: counts.append({}) or begun(sequences)
+    propose = drafting.ClockedSession.propose
+    monkeypatch.setattr(drafting.ClockedSession, "propose", lambda self, room: counts.append({}) or propose(self, room))
     ids, mask = prompts([9, 4], vocab=100)
     target.generate(ids, attention_mask=mask, max_new_tokens=12, custom_generate=SpeculativeDecoding(drafter))
     assert counts[0] == passes, "also in the round that reads the prompt"

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from tiny import KINDS, TREES, Keep, Watch, drafter_of, few, letters, plain, prompts, some, texts_of, tiny
+from tiny import KINDS, TREES, Keep, Watch, drafter_of, few, letters, plain, prompts, some, texts_of, tiny, unnoticed
 from transformers import LogitsProcessor, TextIteratorStreamer
 
 from hf_specgen import Costs, PromptLookup, SmallModel, SpecGenError, SpeculativeDecoding, disable, enable, last_stats
@@ -250,7 +250,7 @@ def test_c23_an_error_in_a_forward_pass_restores_the_attention(target) -> None:
         if len(calls) == 4:
             raise KeyboardInterrupt
 
-    handle = target.model.layers[0].register_forward_hook(fail)
+    handle = target.model.layers[0].register_forward_hook(unnoticed(fail))
     with pytest.raises(KeyboardInterrupt):
         run(target, Watch(SmallModel(tiny(2), 3)), ids, mask)
     handle.remove()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from tiny import KINDS, Keep, drafter_of, few, ours, plain, prompts, tiny
+from tiny import KINDS, Keep, drafter_of, few, ours, plain, prompts, tiny, unnoticed
 from transformers import AutoConfig, PreTrainedModel
 
 from hf_specgen import SmallModel, SpecGenError, SpeculativeDecoding, UnsupportedTarget, enable
@@ -40,7 +40,7 @@ def llava() -> PreTrainedModel:
 def counted(model: PreTrainedModel) -> list[int]:
     """Count the passes of a model from now on."""
     passes: list[int] = []
-    model.register_forward_pre_hook(lambda *_: passes.append(1))
+    model.register_forward_pre_hook(unnoticed(lambda *_: passes.append(1)))
     return passes
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from support_features import Forwards, unchanged
-from tiny import build, disturbed, ours, plain, prompts, some, tiny
+from tiny import build, disturbed, ours, plain, prompts, some, tiny, unnoticed
 from transformers import (
     AutoConfig,
     DynamicCache,
@@ -254,7 +254,7 @@ def test_logits_that_are_no_numbers(when: int, value: float, sampling: bool) -> 
             output.logits = torch.full_like(output.logits, value)
         return output
 
-    hook = model.register_forward_hook(spoil)
+    hook = model.register_forward_hook(unnoticed(spoil))
     with (
         unchanged(model),
         pytest.raises(SpecGenError, match=r"logits of row 0 at position.*finite logits are required"),
@@ -273,7 +273,7 @@ def test_the_row_whose_logits_are_no_numbers_is_named() -> None:
         output.logits[1] = float("nan")
         return output
 
-    hook = model.register_forward_hook(spoil)
+    hook = model.register_forward_hook(unnoticed(spoil))
     with pytest.raises(SpecGenError, match="logits of row 1 at position 5 are NaN"):
         ours(model, PromptLookup(4), ids, mask)
     hook.remove()

@@ -250,7 +250,7 @@ def test_the_template_is_found_installed_or_not(tmp_path: Path, monkeypatch: pyt
     assert (card.card_folder() / card.TEMPLATE).is_file()
     inside = tmp_path / "hf_specgen"
     (inside / "model_cards").mkdir(parents=True)
-    monkeypatch.setattr(card, "__file__", str(inside / "card.py"))
+    monkeypatch.setattr(card, "__file__", str(inside / "checkpoints" / "card.py"))
     assert card.card_folder() == inside / "model_cards"
 
 

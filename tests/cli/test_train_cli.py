@@ -16,7 +16,7 @@ import torch
 from datasets import Dataset
 from safetensors.torch import load_file
 from tiny import few, ours, plain, tiny
-from train_runs import HERE, eagle3_trainer, line, record, together
+from train_runs import ROOT, eagle3_trainer, line, record, together
 from typer.testing import CliRunner
 
 from hf_specgen import load_drafter
@@ -230,7 +230,7 @@ def test_two_processes_train_the_same_drafter(place: Path, tmp_path: Path) -> No
     start += ["--num_processes=2", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
     start += [f"--main_process_port={port}", "-m", "hf_specgen.trainers.train"]
     start += line(place, tmp_path / "two", *few, "--per_device_train_batch_size", "2")
-    known = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    known = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(start, env=known, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads((tmp_path / "two" / "training.json").read_text())

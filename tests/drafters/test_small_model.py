@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from small_model_checks import CheckCache, Follow
-from tiny import Watch, build, disturbed, few, ours, plain, prompts, some, tiny
+from tiny import Watch, build, disturbed, few, ours, plain, prompts, some, tiny, unnoticed
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
@@ -138,7 +138,7 @@ def positions_seen(model: PreTrainedModel) -> list[int]:
     """Note the largest position of every forward of a model."""
     seen: list[int] = []
     model.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(int(kwargs["position_ids"].max())), with_kwargs=True
+        unnoticed(lambda module, args, kwargs: seen.append(int(kwargs["position_ids"].max()))), with_kwargs=True
     )
     return seen
 

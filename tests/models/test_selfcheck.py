@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import transformers
-from tiny import COMMON, FAMILIES, Watch, build, disturbed, few, ours, plain, prompts, some, tiny
+from tiny import COMMON, FAMILIES, Watch, build, disturbed, few, ours, plain, prompts, some, tiny, unnoticed
 from transformers import AutoConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_specgen import PromptLookup, SmallModel, SpecGenError, SpeculativeDecoding, UnsupportedTarget
@@ -52,8 +52,7 @@ def reads_of(model: PreTrainedModel) -> list[list[list[int]]]:
         ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
         reads.append(ids.tolist())
 
-    note.__module__ = "torch"  # a hook of the user's own would have the model tried
-    model.register_forward_pre_hook(note, with_kwargs=True)
+    model.register_forward_pre_hook(unnoticed(note), with_kwargs=True)
     return reads
 
 

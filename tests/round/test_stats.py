@@ -95,7 +95,9 @@ def test_positions_of_a_tree_are_depths_of_the_rows_own_nodes() -> None:
 
 
 class Forwards:
-    """Count a model's own forwards."""
+    """Count a model's own forwards, unnoticed."""
+
+    __module__ = "torch"
 
     def __init__(self, model) -> None:
         self.count = 0

@@ -29,6 +29,7 @@ from tiny import disturbed, garbled, plain, prompts, texts_of, tiny
 from torch import Tensor, nn
 
 from hf_specgen import Drafter, PromptLookup, SmallModel, SpeculativeDecoding, WithLookup, ops
+from hf_specgen.round import verify_dense
 from hf_specgen.round.stats import AcceptanceStats
 
 COUNTS = Path(__file__).parents[1] / "device_counts.json"
@@ -181,6 +182,7 @@ def write(case: Case, on_device: bool, drafter: Drafter | None = None) -> Device
     drafter = drafter or drafter_of(case.drafter, case.mode in ("drawn", "gumbel"), on_device)
     loop = SpeculativeDecoding(drafter, rule)
     device = SecondDevice()
+    forget_constants()
     wanted = {"max_new_tokens": TOKENS, "eos_token_id": stop_tokens(), "pad_token_id": 0, **settings}
     with ops.use_kernels(case.path if on_device else "reference"):
         if not on_device:
@@ -190,6 +192,12 @@ def write(case: Case, on_device: bool, drafter: Drafter | None = None) -> Device
         with device:
             output = plain(target()[1], device.put(ids), device.put(mask), custom_generate=loop, **wanted)
     return DeviceRun(payload_of(output), output.speculation, device)
+
+
+def forget_constants() -> None:
+    """Drop the tensors that verdicts keep for all rounds: every run then pays for its own, whatever ran before."""
+    verify_dense._constant.cache_clear()
+    verify_dense._numbers.cache_clear()
 
 
 def recorded() -> dict[str, dict[str, int]]:

@@ -66,6 +66,9 @@ COPIES = {"_to_copy", "copy_", "lift_fresh"}
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 TAKES_SCALARS = {"where", "masked_fill", "masked_fill_", "fill", "fill_", "index_fill", "index_fill_"} | INDEXING
 
+NAME = "cuda:99"
+"""A card that no machine has: tensors that the project keeps per device are never mistaken for a real card's."""
+
 PROJECT = Path(__file__).resolve().parents[2]
 SOURCES = (f"{PROJECT}/hf_specgen/", f"{PROJECT}/kernels/", "/site-packages/transformers/")
 
@@ -119,7 +122,7 @@ class SecondDevice:
     ``section`` labels what is counted from now on.
     """
 
-    def __init__(self, name: str = "cuda:0", lacks: Iterable[torch.dtype] = ()) -> None:
+    def __init__(self, name: str = NAME, lacks: Iterable[torch.dtype] = ()) -> None:
         self.device = torch.device(name)
         self.lacks = frozenset(lacks)
         self.events: Counter[Event] = Counter()

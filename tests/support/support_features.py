@@ -12,7 +12,9 @@ from transformers import PreTrainedModel
 
 
 class Forwards:
-    """Count a model's own forwards."""
+    """Count a model's own forwards, unnoticed."""
+
+    __module__ = "torch"
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.count = 0

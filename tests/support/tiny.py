@@ -429,6 +429,12 @@ class Keep:
         self.ended += 1
 
 
+def unnoticed(hook):
+    """Let a test's own hook pass for one of torch's: with hooks of the user's a tested model is tried too."""
+    hook.__module__ = "torch"
+    return hook
+
+
 def letters(vocab: int = 64) -> transformers.PreTrainedTokenizerFast:
     """Build a tokenizer of one character a token."""
     from tokenizers import Tokenizer, decoders, models

@@ -28,6 +28,9 @@ from hf_specgen.trainers.base import DrafterTrainer, DrafterTrainingArguments
 from hf_specgen.trainers.eagle3 import Eagle3Arguments, Eagle3Trainer
 
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+# where functions that processes run by name are found
+PLACES = (ROOT, HERE, HERE.parent / "trainers", HERE.parent / "cli")
 VOCAB, STEPS, ROWS = 64, 20, 24
 Job = dict[str, Any]
 
@@ -258,7 +261,8 @@ def together(jobs: dict[str, Job], folder: Path, processes: int = 2, seconds: in
         port = free.getsockname()[1]
     start = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", f"--num_processes={processes}"]
     start += [f"--main_process_port={port}", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
-    known = {**os.environ, "PYTHONPATH": f"{HERE.parent}:{HERE}", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    path = os.pathsep.join(map(str, PLACES))
+    known = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = ["timeout", "--kill-after=5", str(seconds), *start, __file__, str(folder)]
     done = subprocess.run(command, env=known, capture_output=True, text=True, check=False)
     broken = [path.read_text() for path in folder.glob("broken-*.txt")]

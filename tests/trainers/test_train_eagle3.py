@@ -125,7 +125,7 @@ def test_a_wrong_unroll_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     twins = {
         "positions": lambda t, f, p, m, c: step(t, f, p * 0 + torch.arange(LENGTH), m, c),
         "features": lambda t, f, p, m, c: step(t, one.drafter.fuse(one.features), p, m, c),
-        "tokens": lambda t, f, p, m, c: step(one.ids, f, p, m, c),
+        "tokens": lambda t, f, p, m, c: step(one.drafter.embed(one.ids), f, p, m, c),
     }
     for name, twin in twins.items():
         monkeypatch.setattr(one.drafter, "step", twin)

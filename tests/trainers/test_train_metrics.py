@@ -118,6 +118,7 @@ def told_of(drafter: LearnedDrafter, model: PreTrainedModel, ids: Tensor, start:
 
 @torch.no_grad()
 def told_of_each(drafter: LearnedDrafter, model: PreTrainedModel, ids: Tensor, start: int) -> list[Renewal]:
+    drafter.attach(model)
     taps = Taps(model, (*drafter.hidden_layers, FINAL))
     with taps.on() as seen:
         model(ids, use_cache=False)
