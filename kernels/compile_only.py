@@ -40,7 +40,7 @@ _INTEGER = re.compile(r"[iu]\d+")
 
 
 @dataclass(frozen=True)
-class Job:
+class CompileJob:
     """Name one compilation: the kernel's module, the place in its list, the target."""
 
     module: str
@@ -116,7 +116,9 @@ def list_variants(only: Sequence[str] = ()) -> list[tuple[str, int, str]]:
     return found
 
 
-def compile_all(jobs: Sequence[Job], workers: int, folder: Path | None = None) -> Iterator[tuple[Job, Compiled, bool]]:
+def compile_all(
+    jobs: Sequence[CompileJob], workers: int, folder: Path | None = None
+) -> Iterator[tuple[CompileJob, Compiled, bool]]:
     """Compile side by side, each in the first free process; yield every result and whether the cache had it."""
     if workers <= 1:
         yield from ((job, *_compile_cached(job, folder)) for job in jobs)
@@ -132,7 +134,7 @@ def compile_all(jobs: Sequence[Job], workers: int, folder: Path | None = None) -
             raise
 
 
-def _compile_cached(job: Job, folder: Path | None) -> tuple[Compiled, bool]:
+def _compile_cached(job: CompileJob, folder: Path | None) -> tuple[Compiled, bool]:
     """Compile one kernel, or read what the same sources, compiler and options gave before."""
     source, options = _source(job)
     if folder is None:
@@ -150,7 +152,7 @@ def _compile_cached(job: Job, folder: Path | None) -> tuple[Compiled, bool]:
         return compiled, False
 
 
-def _source(job: Job) -> tuple[Any, dict[str, Any]]:
+def _source(job: CompileJob) -> tuple[Any, dict[str, Any]]:
     """Describe a kernel as its launch does: pointers to 16 bytes, and sizes that are multiples of 16 where they are."""
     from triton.compiler import ASTSource
 
@@ -172,7 +174,7 @@ def _source(job: Job) -> tuple[Any, dict[str, Any]]:
     return ASTSource(kernel, signature, used, sixteen), options
 
 
-def _compile(job: Job, source: Any, options: dict[str, Any]) -> Compiled:
+def _compile(job: CompileJob, source: Any, options: dict[str, Any]) -> Compiled:
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -313,7 +315,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"compile_only: {what}", file=sys.stderr)
         return 2
     jobs = [
-        Job(*variant, target, not options.unaligned, options.max_registers) for variant in found for target in targets
+        CompileJob(*variant, target, not options.unaligned, options.max_registers)
+        for variant in found
+        for target in targets
     ]
     done = _gather(jobs, options.workers, None if options.no_cache else options.cache)
     ordered = [done[job] for job in jobs if job in done]
@@ -335,9 +339,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if faults else 130 if len(ordered) < len(jobs) else 0
 
 
-def _gather(jobs: list[Job], workers: int, folder: Path | None) -> dict[Job, Compiled]:
+def _gather(jobs: list[CompileJob], workers: int, folder: Path | None) -> dict[CompileJob, Compiled]:
     """Collect the results, with a line of progress; what is there when the user interrupts is kept."""
-    done: dict[Job, Compiled] = {}
+    done: dict[CompileJob, Compiled] = {}
     known = 0
     try:
         for job, compiled, cached in compile_all(jobs, min(workers, len(jobs)), folder):

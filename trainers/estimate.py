@@ -35,7 +35,7 @@ _SHORTEST = 0.3  # seconds of one thread that a speed is measured for
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """Hold what is to be trained, and how.
 
     ``tokens``: of the data, prompts included; ``supervised``: those that answers are made of; ``rows``: texts.
@@ -99,7 +99,7 @@ class Estimate:
         """Return the bytes that one process needs."""
         return sum(self.memory.values())
 
-    def seconds(self, plan: Plan, target_speed: float, drafter_speed: float) -> dict[str, float]:
+    def seconds(self, plan: TrainingPlan, target_speed: float, drafter_speed: float) -> dict[str, float]:
         """Return the seconds of each part of all epochs, for processes that each do so many operations a second."""
         tokens = plan.tokens * plan.epochs / plan.processes
         return {
@@ -108,7 +108,7 @@ class Estimate:
         }
 
 
-def measure(target: PretrainedConfig, plan: Plan, draft_model: PretrainedConfig | None = None) -> Sizes:
+def measure(target: PretrainedConfig, plan: TrainingPlan, draft_model: PretrainedConfig | None = None) -> Sizes:
     """Count parameters of target and drafter without memory; ``draft_model``: what distillation trains.
 
     Raises: ``SpecGenError`` for distillation without a draft model.
@@ -136,7 +136,7 @@ def measure(target: PretrainedConfig, plan: Plan, draft_model: PretrainedConfig 
     return Sizes(*shared, total, once, total - once - head, head, layers)
 
 
-def new_config(plan: Plan, facts: TargetFacts, settings: dict[str, object]) -> DrafterConfig:
+def new_config(plan: TrainingPlan, facts: TargetFacts, settings: dict[str, object]) -> DrafterConfig:
     """Return the configuration of a new drafter with one layer of the target's own sizes."""
     given = {
         name: settings[name]
@@ -172,7 +172,7 @@ def _count_model(config: PretrainedConfig) -> tuple[int, int]:
     return whole, whole - sum(parameter.numel() for parameter in ends)
 
 
-def estimate(plan: Plan, sizes: Sizes) -> Estimate:
+def estimate(plan: TrainingPlan, sizes: Sizes) -> Estimate:
     """Return what a plan needs."""
     hidden = sizes.facts.hidden_size
     vocab = sizes.facts.vocab_size
@@ -200,7 +200,7 @@ def estimate(plan: Plan, sizes: Sizes) -> Estimate:
     return Estimate(memory, disk, _operations(plan, sizes), optimizer)
 
 
-def _laws(plan: Plan, vocab: int) -> float:
+def _laws(plan: TrainingPlan, vocab: int) -> float:
     """Return the bytes of a chunk's laws; unrolled tokens share the target's."""
     own = plan.draft_vocab_size or vocab
     rows = plan.chunk
@@ -211,7 +211,7 @@ def _laws(plan: Plan, vocab: int) -> float:
     return float(rows) * (vocab * _TAUGHT / shared + own * (_OWN + more))
 
 
-def _operations(plan: Plan, sizes: Sizes) -> dict[str, float]:
+def _operations(plan: TrainingPlan, sizes: Sizes) -> dict[str, float]:
     """Return operations per token of the data; heads run on supervised tokens only."""
     hidden = sizes.facts.hidden_size
     vocab = sizes.facts.vocab_size

@@ -267,7 +267,7 @@ class _Chunked(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class _Part:
+class _LossPart:
     """Name the rows of one chunk, and of the teacher's: ``local`` maps one to the other (None: one by one)."""
 
     rows: slice | Tensor
@@ -282,12 +282,12 @@ def _at_once(job: _Job, weight: Tensor) -> int:
     return asked if weight.device.type != "cpu" else min(asked, max(1, _CPU_ELEMENTS // width))
 
 
-def _parts(job: _Job, count: int, chunk: int) -> Iterator[_Part]:
+def _parts(job: _Job, count: int, chunk: int) -> Iterator[_LossPart]:
     """Yield chunks of rows; rows that share a teacher come together."""
     if job.index is None or job.teacher is None:
         for start in range(0, count, chunk):
             rows = slice(start, min(start + chunk, count))
-            yield _Part(rows, rows, None)
+            yield _LossPart(rows, rows, None)
         return
     index, order = job.index.sort(stable=True)  # every state is asked for: a chunk's are all it needs, and no others
     ends = [min(start + chunk, count) for start in range(0, count, chunk)]
@@ -296,7 +296,7 @@ def _parts(job: _Job, count: int, chunk: int) -> Iterator[_Part]:
         start = number * chunk
         first = bounds[2 * number]
         last = bounds[2 * number + 1]
-        yield _Part(order[start:end], slice(first, last + 1), index[start:end] - first)
+        yield _LossPart(order[start:end], slice(first, last + 1), index[start:end] - first)
 
 
 class _Sums:
@@ -317,7 +317,7 @@ class _Sums:
         self.by_states = torch.zeros_like(states) if by_states else None
         self.by_weight = torch.zeros_like(weight, dtype=self._kind) if by_weight else None
 
-    def add(self, part: _Part) -> None:
+    def add(self, part: _LossPart) -> None:
         """Read one chunk of rows."""
         job = self._job
         objective = self._job.objective
@@ -343,7 +343,7 @@ class _Sums:
                 made.mul_(self._space.lend("q bend", len(made), made.shape[1], self._kind))
             self._store(part, made, states)
 
-    def _store(self, part: _Part, slope: Tensor, states: Tensor) -> None:
+    def _store(self, part: _LossPart, slope: Tensor, states: Tensor) -> None:
         """Turn the derivative by logits into those by states and weight."""
         slope = slope.to(self._weight.dtype)
         if self.by_states is not None:
@@ -375,7 +375,7 @@ class _Sums:
         law = self._space.lend(f"{name} law", rows, width, self._kind)
         return torch.ops.aten._log_softmax.out(spare, -1, False, out=law), spare
 
-    def _taught(self, teacher: _Teacher, part: _Part) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _taught(self, teacher: _Teacher, part: _LossPart) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Run the target's head once per state.
 
         Returns: ``(n, Vd)`` log-probabilities on the draft vocabulary, normalised there, and their exponentials,
@@ -402,7 +402,7 @@ class _Sums:
         """Return some rows ``(n)`` of what was made once for several."""
         return torch.index_select(made, 0, rows, out=self._space.lend(name, len(rows), made.shape[1], self._kind))
 
-    def _labels(self, part: _Part) -> tuple[Tensor | None, Tensor]:
+    def _labels(self, part: _LossPart) -> tuple[Tensor | None, Tensor]:
         """Return the labels as draft ids, -1 where the drafter has none, and where it has one."""
         labels = self._job.labels
         if labels is None:
@@ -414,7 +414,7 @@ class _Sums:
         return here, (here >= 0) & (here < len(self._weight))
 
     def _alone(
-        self, part: _Part, log_q: Tensor, spare: Tensor, best: Tensor, labels: Tensor | None, known: Tensor
+        self, part: _LossPart, log_q: Tensor, spare: Tensor, best: Tensor, labels: Tensor | None, known: Tensor
     ) -> Laws:
         """Judge by labels alone."""
         assert labels is not None
@@ -426,7 +426,7 @@ class _Sums:
         return Laws(log_q, q, log_q, q, q[:, :1], q, labels, self._job.objective.beta)
 
     def _beside(
-        self, part: _Part, teacher: _Teacher, log_q: Tensor, spare: Tensor, best: Tensor, labels: Tensor | None
+        self, part: _LossPart, teacher: _Teacher, log_q: Tensor, spare: Tensor, best: Tensor, labels: Tensor | None
     ) -> tuple[Laws, Tensor]:
         """Judge beside the target's law. Returns: the laws, and where the drafter can write the target's best token."""
         job = self._job

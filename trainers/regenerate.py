@@ -69,7 +69,7 @@ class Author(Protocol):
 
 
 @dataclass
-class Target:
+class TargetAuthor:
     """Answer with a model in this process, through our speculative decoding (``drafter`` None: without drafts)."""
 
     model: PreTrainedModel
@@ -135,7 +135,7 @@ def until_end(row: list[int], ends: frozenset[int]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Report:
+class RegenerationReport:
     """Hold what a run wrote: ``tokens`` of answers in ``seconds``; ``found`` answers were there before."""
 
     found: int
@@ -150,7 +150,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Source:
+class AnswerSource:
     """Hold whose answers a file holds: the target's facts, how they are drawn, and what ends them."""
 
     facts: TargetFacts
@@ -163,11 +163,11 @@ def regenerate(
     questions: Sequence[Question],
     out: Path,
     author: Author,
-    source: Source,
+    source: AnswerSource,
     batch_size: int = 32,
     decode: Decode | None = None,
     progress: Progress | None = None,
-) -> Report:
+) -> RegenerationReport:
     """Write the answers that ``out`` (a .jsonl file) does not hold yet.
 
     A row has ``index``, ``name``, ``category``, ``prompt`` and ``completion`` (token ids), ``finished`` (it ended by
@@ -201,7 +201,7 @@ def regenerate(
             if progress is not None:
                 rate = tokens / (time.perf_counter() - start)
                 progress(len(done) + here, len(questions), f"{tokens:,} tokens, {rate:.0f}/s")
-    return Report(len(done), here, tokens, time.perf_counter() - start)
+    return RegenerationReport(len(done), here, tokens, time.perf_counter() - start)
 
 
 def _row(number: int, question: Question, answer: list[int], ends: frozenset[int], decode: Decode | None) -> Any:
@@ -255,7 +255,7 @@ def check_author(data: str | Path, facts: TargetFacts) -> str | None:
     return f"{data} holds answers of {whose} (fingerprint {theirs}), not of this target ({facts.fingerprint})"
 
 
-def _meta(questions: Sequence[Question], source: Source) -> dict[str, Any]:
+def _meta(questions: Sequence[Question], source: AnswerSource) -> dict[str, Any]:
     digest = hashlib.sha256()
     for question in questions:
         digest.update(json.dumps(question.ids).encode())

@@ -17,7 +17,7 @@ from hf_specgen.drafting.unrolling import Lesson, chosen, told, weighted
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError, UnsupportedTarget
 from hf_specgen.trainers.data import row_seed
 from hf_specgen.trainers.frozen import FrozenTarget
-from hf_specgen.trainers.regenerate import Sampling, Target
+from hf_specgen.trainers.regenerate import Sampling, TargetAuthor
 
 Batch = dict[str, Any]
 
@@ -145,7 +145,7 @@ def rewritten(model: PreTrainedModel, batch: Batch, share: float, temperature: f
     sampling = Sampling(max(lengths[row] - starts[row] for row in todo), temperature)
     training = model.training
     try:
-        author = Target(model.eval(), sampling, PromptLookup())
+        author = TargetAuthor(model.eval(), sampling, PromptLookup())
         with torch.no_grad():
             answers = author([rows[row][: starts[row]].tolist() for row in todo], [seeds[row] for row in todo])
     finally:

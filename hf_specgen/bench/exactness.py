@@ -13,8 +13,8 @@ from torch import Tensor
 from hf_specgen.bench.report import batch_sizes
 from hf_specgen.errors import SpecGenError
 from hf_specgen.measure.compare import Divergence, next_scores
-from hf_specgen.measure.methods import OURS, Decoding, Method, plain_method
-from hf_specgen.measure.prompts import Prompt
+from hf_specgen.measure.methods import OURS, Decoding, DecodingMethod, plain_method
+from hf_specgen.measure.prompts import ChatPrompt
 from hf_specgen.measure.run import Progress, Settings, run_bench
 from hf_specgen.models.facts import logits_width
 
@@ -45,7 +45,7 @@ class GreedyReport:
     @property
     def failures(self) -> list[tuple[str, Divergence]]:
         """Return the divergences that rounding does not explain."""
-        return [(name, found) for name, found in self.divergences if not found.is_tie(self.tolerance)]
+        return [(name, divergence) for name, divergence in self.divergences if not divergence.is_tie(self.tolerance)]
 
     @property
     def passed(self) -> bool:
@@ -90,27 +90,27 @@ class LawReport:
 def check_greedy(
     model: Any,
     tokenizer: Any,
-    prompts: Sequence[Prompt],
-    method: Method,
+    prompts: Sequence[ChatPrompt],
+    method: DecodingMethod,
     settings: Settings,
     tolerance: float,
     progress: Progress | None = None,
 ) -> GreedyReport:
     """Compare our greedy texts with plain ``generate()``, prompt by prompt."""
     results = run_bench(model, tokenizer, prompts, [plain_method(), method], settings, progress)
-    found = [
+    compared = [
         (prompt.question_id, divergence)
         for batch in results
         for prompt, divergence in zip(batch.prompts, batch.divergences[OURS], strict=True)
     ]
-    parted = [(name, d) for name, d in found if d is not None]
-    return GreedyReport(len(found), parted, tolerance, batch_sizes(results))
+    parted = [(name, divergence) for name, divergence in compared if divergence is not None]
+    return GreedyReport(len(compared), parted, tolerance, batch_sizes(results))
 
 
 def check_law(  # noqa: PLR0913 - what there is to choose
     model: Any,
     prompt: Sequence[int],
-    method: Method,
+    method: DecodingMethod,
     decoding: Decoding,
     kept: int = 4,
     samples: int = 1024,
@@ -179,7 +179,7 @@ def enumerate_law(
 def _sample(
     model: Any,
     ids: Sequence[int],
-    method: Method,
+    method: DecodingMethod,
     decoding: Decoding,
     suppressed: list[int],
     samples: int,
@@ -212,12 +212,15 @@ def chi_square(law: dict[tuple[int, ...], float], counts: Counter[tuple[int, ...
     outside = sum(count for text, count in counts.items() if law.get(text, 0.0) <= 0.0)
     cells = sorted((chance * total, counts[text]) for text, chance in law.items() if chance > 0.0)
     merged: list[tuple[float, int]] = []
-    expected, seen = 0.0, 0
+    expected = 0.0
+    seen = 0
     for chance, count in cells:
-        expected, seen = expected + chance, seen + count
+        expected += chance
+        seen += count
         if expected >= MIN_EXPECTED:
             merged.append((expected, seen))
-            expected, seen = 0.0, 0
+            expected = 0.0
+            seen = 0
     if merged:
         merged[-1] = (merged[-1][0] + expected, merged[-1][1] + seen)
     statistic = sum((seen - expected) ** 2 / expected for expected, seen in merged)

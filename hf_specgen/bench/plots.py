@@ -56,17 +56,19 @@ def _figure(width: float) -> tuple[Figure, Any]:
 
 def caption(report: Report) -> str:
     """Name target, dtype, batch, machine: the conditions without which a number means nothing."""
-    target, machine, settings = report["target"], report["machine"], report["settings"]
+    target = report["target"]
+    machine = report["machine"]
+    settings = report["settings"]
     decoding = settings["decoding"]
     law = "greedy" if settings["greedy"] else f"temperature {decoding['temperature']}"
-    place = (
+    hardware = (
         machine["gpu"]
         if target["device"] == "cuda" and machine["gpu"]
         else f"{machine['cpu']}, {machine['threads']} threads"
     )
     return (
         f"{target['name']}, {target['dtype']}, batch {' and '.join(report['batch_sizes'])}, {law}, "
-        f"{decoding['max_new_tokens']} new tokens, {len(report['prompts'])} prompts\n{place}"
+        f"{decoding['max_new_tokens']} new tokens, {len(report['prompts'])} prompts\n{hardware}"
     )
 
 

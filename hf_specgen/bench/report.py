@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_specgen.measure.compare import ratio_words, short_ratio
-from hf_specgen.measure.methods import CONSTANT, OURS, OURS_PREPACKED, PLAIN, PLAIN_PREPACKED, STOCK, Method
+from hf_specgen.measure.methods import CONSTANT, OURS, OURS_PREPACKED, PLAIN, PLAIN_PREPACKED, STOCK, DecodingMethod
 from hf_specgen.measure.prompts import MIXED
 from hf_specgen.measure.run import BatchResult, Cell, Settings
 from hf_specgen.round.stats import RowStats
@@ -30,7 +30,7 @@ Report = dict[str, Any]
 
 def build_report(
     results: Sequence[BatchResult],
-    methods: Sequence[Method],
+    methods: Sequence[DecodingMethod],
     settings: Settings,
     context: dict[str, Any],
     tokenizer: Any,
@@ -83,16 +83,16 @@ def _group_report(results: Sequence[BatchResult], name: str) -> Report:
     report |= _ratios(results, name, PLAIN)
     if PLAIN_PREPACKED in results[0].cells and name != PLAIN_PREPACKED:
         report["over_prepacked"] = _ratios(results, name, PLAIN_PREPACKED)
-    found = [divergence for batch in results for divergence in batch.divergences.get(name, [])]
-    report["identical"] = {"compared": len(found), "same": found.count(None)} if found else None
+    divergences = [divergence for batch in results for divergence in batch.divergences.get(name, [])]
+    report["identical"] = {"compared": len(divergences), "same": divergences.count(None)} if divergences else None
     report["acceptance"] = _acceptance(cells)
     return report
 
 
 def batch_sizes(results: Sequence[BatchResult]) -> dict[str, int]:
     """Return how many batches ran by how many rows they had, the largest first."""
-    found = Counter(len(batch.prompts) for batch in results)
-    return {str(size): found[size] for size in sorted(found, reverse=True)}
+    counts = Counter(len(batch.prompts) for batch in results)
+    return {str(size): counts[size] for size in sorted(counts, reverse=True)}
 
 
 def batch_words(sizes: dict[str, int]) -> str:
@@ -111,7 +111,8 @@ def _tokens(results: Sequence[BatchResult], name: str) -> int:
 
 def _ratios(results: Sequence[BatchResult], name: str, base: str) -> Report:
     """Compare a method's times with those of a plain one."""
-    plain, seconds = _times(results, base), _times(results, name)
+    plain = _times(results, base)
+    seconds = _times(results, name)
     speedup = float(plain.sum() / seconds.sum())
     return {
         "speedup": speedup,

@@ -13,9 +13,9 @@ from hf_specgen.cli.options import Dtype, Rule
 from hf_specgen.errors import SpecGenError
 
 if TYPE_CHECKING:
-    from hf_specgen.cli.session import Session
-    from hf_specgen.measure.methods import Method
-    from hf_specgen.measure.prompts import Prompt
+    from hf_specgen.cli.session import CommandSession
+    from hf_specgen.measure.methods import DecodingMethod
+    from hf_specgen.measure.prompts import ChatPrompt
     from hf_specgen.measure.run import Settings
 
 Demo = Annotated[
@@ -117,7 +117,7 @@ def bench(  # noqa: PLR0913 - one parameter a flag
         _check_float32(session, chosen, settings, prepack)
 
 
-def _check_float32(session: Session, prompts: list[Prompt], settings: Settings, prepack: bool) -> None:
+def _check_float32(session: CommandSession, prompts: list[ChatPrompt], settings: Settings, prepack: bool) -> None:
     """Show that what differs in bfloat16 is rounding: in float32 the greedy texts must be the plain ones.
 
     Raises: typer.Exit with code 1 when they are not.
@@ -136,10 +136,10 @@ def _check_float32(session: Session, prompts: list[Prompt], settings: Settings, 
     chosen = select(prompts, limit=FLOAT32_PROMPTS)
     short = replace(settings, decoding=Decoding(tokens), batch_size=1, repeats=1, warmup=0)
     with progress_bar("comparing in float32") as progress:
-        found = check_greedy(model, session.tokenizer, chosen, method, short, tie_tolerance(model.dtype), progress)
+        report = check_greedy(model, session.tokenizer, chosen, method, short, tie_tolerance(model.dtype), progress)
     kind = "in float32, prepacked" if prepack else "in float32"
-    typer.echo(f"{kind}, {tokens} new tokens: identical to plain greedy: {found.same}/{found.compared}")
-    if not found.passed:
+    typer.echo(f"{kind}, {tokens} new tokens: identical to plain greedy: {report.same}/{report.compared}")
+    if not report.passed:
         raise typer.Exit(1)
 
 
@@ -151,7 +151,9 @@ def _check_folder(folder: Path) -> None:
     require_matplotlib()
 
 
-def _methods(session: Session, batch_size: int, num_tokens: int, stock: bool | None, constant: bool) -> list[Method]:
+def _methods(
+    session: CommandSession, batch_size: int, num_tokens: int, stock: bool | None, constant: bool
+) -> list[DecodingMethod]:
     from hf_specgen.measure.methods import CONSTANT, plain_method
 
     methods = [plain_method()]
@@ -169,7 +171,7 @@ def _methods(session: Session, batch_size: int, num_tokens: int, stock: bool | N
     return [*methods, session.ours()]
 
 
-def _with_prepacked(session: Session, methods: list[Method]) -> list[Method]:
+def _with_prepacked(session: CommandSession, methods: list[DecodingMethod]) -> list[DecodingMethod]:
     from hf_specgen.measure.methods import OURS_PREPACKED
 
     packed = session.prepacked()
@@ -177,7 +179,11 @@ def _with_prepacked(session: Session, methods: list[Method]) -> list[Method]:
 
 
 def _measure(
-    session: Session, prompts: list[Prompt], methods: list[Method], settings: Settings, out: Path | None
+    session: CommandSession,
+    prompts: list[ChatPrompt],
+    methods: list[DecodingMethod],
+    settings: Settings,
+    out: Path | None,
 ) -> None:
     from hf_specgen.bench.plots import write_plots
     from hf_specgen.bench.report import build_report, render, summary_line, write_json

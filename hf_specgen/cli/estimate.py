@@ -11,10 +11,10 @@ from hf_specgen.cli import options
 from hf_specgen.errors import SpecGenError, reason_of
 
 if TYPE_CHECKING:
-    from hf_specgen.trainers.estimate import Estimate, Plan, Sizes
+    from hf_specgen.trainers.estimate import Estimate, Sizes, TrainingPlan
 
 
-class Method(str, Enum):
+class TrainedMethod(str, Enum):
     """Name a training method."""
 
     medusa = "medusa"
@@ -23,7 +23,7 @@ class Method(str, Enum):
     distill = "distill"
 
 
-MethodName = Annotated[Method, typer.Option("--method", help="What is trained.")]
+MethodName = Annotated[TrainedMethod, typer.Option("--method", help="What is trained.")]
 Data = Annotated[str | None, typer.Option("--data", help="Count this data set: a file, a folder, or an id on the Hub.")]
 Split = Annotated[str, typer.Option(help="The split of --data.")]
 Tokens = Annotated[float | None, typer.Option(min=1, help="Or say how many tokens there are, such as 3e6.")]
@@ -48,7 +48,7 @@ Bf16 = Annotated[bool, typer.Option("--bf16", help="Measure the drafter's speed 
 
 def estimate(  # noqa: PLR0913 - one parameter a flag
     target: options.Target = "demo",
-    method: MethodName = Method.eagle3,
+    method: MethodName = TrainedMethod.eagle3,
     data: Data = None,
     split: Split = "train",
     tokens: Tokens = None,
@@ -74,15 +74,16 @@ def estimate(  # noqa: PLR0913 - one parameter a flag
     from hf_specgen.trainers import estimate as work
 
     template = read_settings(chat_template_kwargs, "--chat-template-kwargs")
-    config, small = _config(target), None if draft_model is None else _config(draft_model)
+    config = _config(target)
+    small = None if draft_model is None else _config(draft_model)
     if data is not None:
         found = _count(target, data, split, max_length, template)
     elif template:
         raise SpecGenError("--chat-template-kwargs has no effect without --data. Leave it out.")
     else:
         found = _said(tokens, supervised_share, row_length)
-    unrolled = steps or (4 if method is Method.medusa else 7)
-    plan = work.Plan(
+    unrolled = steps or (4 if method is TrainedMethod.medusa else 7)
+    plan = work.TrainingPlan(
         method.value,
         *found,
         epochs=epochs,
@@ -151,7 +152,7 @@ def _count(target: str, data: str, split: str, max_length: int, template: dict[s
     return sum(map(len, masks)), int(sum(mask.sum() for mask in masks)), len(rows)
 
 
-def _show(plan: Plan, sizes: Sizes, found: Estimate, speeds: tuple[float, float], measured: bool) -> None:
+def _show(plan: TrainingPlan, sizes: Sizes, found: Estimate, speeds: tuple[float, float], measured: bool) -> None:
     from hf_specgen.cli.session import out
 
     times = found.seconds(plan, *speeds)
@@ -189,7 +190,7 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds >= 90 else f"{seconds:.1f} s"
 
 
-def _check(needed: float, given: float, plan: Plan, sizes: Sizes) -> None:
+def _check(needed: float, given: float, plan: TrainingPlan, sizes: Sizes) -> None:
     """Say whether a plan fits. Raises: typer.Exit with code 1 when it does not."""
     if needed <= given:
         typer.echo(f"It fits into {given / 1e9:g} GB.")

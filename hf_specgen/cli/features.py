@@ -13,7 +13,7 @@ from hf_specgen.cli.options import Dtype, Rule
 from hf_specgen.errors import SpecGenError
 
 
-class Reads(str, Enum):
+class FeatureMethod(str, Enum):
     """Name a method by the hidden states that its drafters read."""
 
     medusa = "medusa"
@@ -24,7 +24,7 @@ class Reads(str, Enum):
 Out = Annotated[Path, typer.Option("--out", help="The folder that is written.", show_default=False)]
 Data = Annotated[str, typer.Option("--data", help="A file, a folder, or an id on the Hub.", show_default=False)]
 Split = Annotated[str, typer.Option(help="The split of --data.")]
-MethodName = Annotated[Reads, typer.Option("--method", help="What will be trained.")]
+MethodName = Annotated[FeatureMethod, typer.Option("--method", help="What will be trained.")]
 InitFrom = Annotated[
     str | None, typer.Option("--init-from", help="The drafter that training goes on from, in place of --method.")
 ]
@@ -39,7 +39,7 @@ def features(  # noqa: PLR0913 - one parameter a flag
     data: Data,
     out: Out,
     target: options.Target = "demo",
-    method: MethodName = Reads.eagle3,
+    method: MethodName = FeatureMethod.eagle3,
     init_from: InitFrom = None,
     split: Split = "train",
     limit: Annotated[int | None, typer.Option(min=1, help="At most that many rows.")] = None,
@@ -107,7 +107,7 @@ def _known(session: Any, data: str, template: dict[str, Any]) -> tuple[str, dict
     return texts.words, texts.template
 
 
-def _boundaries(session: Any, method: Reads, init_from: str | None) -> tuple[int, ...]:
+def _boundaries(session: Any, method: FeatureMethod, init_from: str | None) -> tuple[int, ...]:
     from hf_specgen.loading import load_drafter
     from hf_specgen.models.facts import TargetFacts
     from hf_specgen.models.taps import FINAL
@@ -115,6 +115,6 @@ def _boundaries(session: Any, method: Reads, init_from: str | None) -> tuple[int
 
     if init_from is not None:
         return tuple(load_drafter(init_from, session.model).hidden_layers)
-    if method is Reads.eagle3:
+    if method is FeatureMethod.eagle3:
         return default_boundaries(TargetFacts.of(session.model).num_layers)
     return (FINAL,)

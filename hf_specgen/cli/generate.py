@@ -56,7 +56,7 @@ def generate(  # noqa: PLR0913 - one parameter a flag
         template_settings,
     )
     from hf_specgen.cli.writing import Writer
-    from hf_specgen.measure.prompts import Prompt, read_prompts
+    from hf_specgen.measure.prompts import ChatPrompt, read_prompts
 
     _check_source(prompt, file, chat, compare, batch, no_chat)
     template = template_settings(chat_template_kwargs, not no_chat)
@@ -65,7 +65,7 @@ def generate(  # noqa: PLR0913 - one parameter a flag
     require_sampling(decoding, flags)
     if num_tokens is not None and drafter == "none":
         raise SpecGenError("--num-tokens has no effect with --drafter none. Leave one of them out.")
-    prompts = [Prompt.user(prompt)] if prompt is not None else [] if file is None else read_prompts(file)
+    prompts = [ChatPrompt.user(prompt)] if prompt is not None else [] if file is None else read_prompts(file)
     session = open_session(flags)
     if prepack:
         session = session.prepacked()

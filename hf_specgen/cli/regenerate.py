@@ -14,8 +14,8 @@ from hf_specgen.cli.options import Dtype, Rule
 from hf_specgen.errors import SpecGenError, reason_of
 
 if TYPE_CHECKING:
-    from hf_specgen.measure.prompts import Prompt
-    from hf_specgen.trainers.regenerate import Author, Question, Report, Sampling, Source
+    from hf_specgen.measure.prompts import ChatPrompt
+    from hf_specgen.trainers.regenerate import AnswerSource, Author, Question, RegenerationReport, Sampling
 
 Out = Annotated[Path, typer.Option("--out", help="The .jsonl or .parquet file that is written.", show_default=False)]
 Data = Annotated[
@@ -81,7 +81,7 @@ def regenerate(  # noqa: PLR0913 - one parameter a flag
     theirs = _vllm_settings(vllm_settings, vllm)
     chosen = _prompts(prompts, task_prompts, task_seed, data, split, limit, strict)
     session = open_session(ModelFlags(target, drafter, Rule.rejection, False, dtype, device, threads))
-    reading = Reading(not no_chat, template, skips=data is not None and not strict)
+    reading = PromptReading(not no_chat, template, skips=data is not None and not strict)
     questions = _questions(chosen, session, reading, max_new_tokens)
     rows = out.with_suffix(".jsonl")
     if restart:
@@ -100,8 +100,8 @@ def regenerate(  # noqa: PLR0913 - one parameter a flag
 
 def _prompts(
     file: Path | None, tasks: int | None, task_seed: int, data: str | None, split: str, limit: int | None, strict: bool
-) -> list[Prompt]:
-    from hf_specgen.measure.prompts import Prompt, read_prompts, select
+) -> list[ChatPrompt]:
+    from hf_specgen.measure.prompts import ChatPrompt, read_prompts, select
     from hf_specgen.measure.task_prompts import task_prompts
 
     if (file is not None) + (tasks is not None) + (data is not None) != 1:
@@ -112,14 +112,14 @@ def _prompts(
 
         found = chat_prompts(load_data(data, split, streaming=limit is not None), limit, strict)
         return [
-            Prompt(tuple(chat.messages), question_id=str(i), tools=chat.tools, settings=chat.settings)
+            ChatPrompt(tuple(chat.messages), question_id=str(i), tools=chat.tools, settings=chat.settings)
             for i, chat in enumerate(found, 1)
         ]
     return select(read_prompts(file) if file is not None else task_prompts(tasks or 0, task_seed), limit=limit)
 
 
 @dataclass(frozen=True)
-class Reading:
+class PromptReading:
     """Hold how prompts become tokens: through the chat template (``settings``: what it is told) or as they are, and
     whether those that do not fit are left out.
     """
@@ -129,7 +129,7 @@ class Reading:
     skips: bool
 
 
-def _questions(prompts: list[Prompt], session: Any, reading: Reading, new_tokens: int) -> list[Question]:
+def _questions(prompts: list[ChatPrompt], session: Any, reading: PromptReading, new_tokens: int) -> list[Question]:
     """Encode prompts; before anything is written those that do not fit are refused, or left out."""
     from hf_specgen.cli.session import note
     from hf_specgen.measure.prompts import encode
@@ -162,7 +162,7 @@ def _author(session: Any, sampling: Sampling, prepack: bool) -> tuple[Author, di
 
     if prepack:
         prepacked(session.model)
-    author = work.Target(session.model, sampling, session.drafter.make(), pad_token(session.tokenizer))
+    author = work.TargetAuthor(session.model, sampling, session.drafter.make(), pad_token(session.tokenizer))
     # what else shapes the answers: a repetition penalty, for one
     config = json.loads(session.model.generation_config.to_json_string())
     return author, {"dtype": _format(session), "generation_config": config}
@@ -194,12 +194,12 @@ def _format(session: Any) -> str:
     return str(session.model.dtype).removeprefix("torch.")
 
 
-def _source(session: Any, sampling: Sampling, reading: Reading, notes: dict[str, Any]) -> Source:
+def _source(session: Any, sampling: Sampling, reading: PromptReading, notes: dict[str, Any]) -> AnswerSource:
     import transformers
 
     import hf_specgen
     from hf_specgen.models.facts import TargetFacts
-    from hf_specgen.trainers.regenerate import Source, end_tokens
+    from hf_specgen.trainers.regenerate import AnswerSource, end_tokens
 
     notes = {
         "chat_template": reading.chat and bool(session.tokenizer.chat_template),
@@ -207,12 +207,12 @@ def _source(session: Any, sampling: Sampling, reading: Reading, notes: dict[str,
         "versions": {"hf_specgen": hf_specgen.__version__, "transformers": transformers.__version__},
         **notes,
     }
-    return Source(TargetFacts.of(session.model), sampling, end_tokens(session.model), notes)
+    return AnswerSource(TargetFacts.of(session.model), sampling, end_tokens(session.model), notes)
 
 
 def _write(
-    questions: list[Question], rows: Path, author: Author, source: Source, batch_size: int, tokenizer: Any
-) -> Report:
+    questions: list[Question], rows: Path, author: Author, source: AnswerSource, batch_size: int, tokenizer: Any
+) -> RegenerationReport:
     from hf_specgen.cli.session import note, progress_bar
     from hf_specgen.trainers import regenerate as work
 
@@ -227,12 +227,12 @@ def _write(
         raise
 
 
-def _tell(report: Report, out: Path, author: Author) -> None:
-    from hf_specgen.trainers.regenerate import Target
+def _tell(report: RegenerationReport, out: Path, author: Author) -> None:
+    from hf_specgen.trainers.regenerate import TargetAuthor
 
     before = f"{report.found} answers were there. " if report.found else ""
     passes = ""
-    if isinstance(author, Target) and report.written:
+    if isinstance(author, TargetAuthor) and report.written:
         passes = f", {author.stats.tokens_per_round:.2f} tokens a row and pass"
     typer.echo(
         f"{before}Wrote {report.written} answers with {report.tokens:,} tokens to {out}: "

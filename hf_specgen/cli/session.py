@@ -21,14 +21,14 @@ from hf_specgen.measure.methods import (
     OURS,
     PLAIN_PREPACKED,
     Decoding,
+    DecodingMethod,
     DrafterChoice,
-    Method,
     on_model,
     our_method,
     plain_method,
     prepacked_twin,
 )
-from hf_specgen.measure.prompts import Prompt, own_prompts, read_prompts, select
+from hf_specgen.measure.prompts import ChatPrompt, own_prompts, read_prompts, select
 from hf_specgen.measure.run import Progress as OnProgress
 from hf_specgen.measure.task_prompts import task_prompts
 
@@ -36,7 +36,7 @@ FILE_WIDTH = 110
 
 
 @dataclass(frozen=True)
-class Session:
+class CommandSession:
     """Hold the loaded target with its tokenizer, and the drafter that the user chose."""
 
     name: str
@@ -44,22 +44,22 @@ class Session:
     tokenizer: Any
     drafter: DrafterChoice
 
-    def ours(self, num_tokens: int | None = None, name: str = OURS, label: str = "ours") -> Method:
+    def ours(self, num_tokens: int | None = None, name: str = OURS, label: str = "ours") -> DecodingMethod:
         """Build the method that decodes with the chosen drafter."""
         return our_method(self.drafter.make(num_tokens), name, label, self.drafter.rule, self.tokenizer)
 
-    def prepacked(self) -> Session:
+    def prepacked(self) -> CommandSession:
         """Return a session over the same weights whose target and draft model are prepacked.
 
         Raises: SpecGenError where they cannot be.
         """
         return replace(self, model=prepacked_twin(self.model), drafter=self.drafter.prepacked())
 
-    def bound(self, num_tokens: int | None = None, name: str = OURS, label: str = "ours prepacked") -> Method:
+    def bound(self, num_tokens: int | None = None, name: str = OURS, label: str = "ours prepacked") -> DecodingMethod:
         """Build the method that decodes on this session's own models, whatever model it is given."""
         return on_model(self.model, self.ours(num_tokens), name, label)
 
-    def bound_plain(self) -> Method:
+    def bound_plain(self) -> DecodingMethod:
         """Build the plain method of a prepacked session."""
         return on_model(self.model, plain_method(), PLAIN_PREPACKED, "plain prepacked")
 
@@ -118,7 +118,7 @@ def err() -> Console:
     return Console(file=sys.stderr, highlight=False, markup=False)
 
 
-def open_session(flags: ModelFlags) -> Session:
+def open_session(flags: ModelFlags) -> CommandSession:
     """Load target and drafter.
 
     Raises: SpecGenError when one cannot be loaded or does not exist.
@@ -138,7 +138,7 @@ def open_session(flags: ModelFlags) -> Session:
 
     choice = DrafterChoice.parse(flags.drafter, load, flags.sample_drafts, flags.rule.value)
     model, tokenizer = load(flags.target)
-    return Session(flags.target, model, tokenizer, choice.fitted(model))
+    return CommandSession(flags.target, model, tokenizer, choice.fitted(model))
 
 
 def read_decoding(
@@ -183,7 +183,7 @@ def require_sampling(decoding: Decoding, flags: ModelFlags) -> None:
         raise SpecGenError(f"{named[0]} has no effect on greedy decoding. Give --temperature above 0, or leave it out.")
 
 
-def choose_prompts(source: PromptFlags, categories: str | None, limit: int | None) -> list[Prompt]:
+def choose_prompts(source: PromptFlags, categories: str | None, limit: int | None) -> list[ChatPrompt]:
     """Read or make the prompts (without any flag: the project's own) and keep what the flags ask for.
 
     Raises: SpecGenError for flags that contradict each other.

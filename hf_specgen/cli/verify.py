@@ -12,9 +12,9 @@ from hf_specgen.errors import SpecGenError
 
 if TYPE_CHECKING:
     from hf_specgen.bench.exactness import GreedyReport, LawReport
-    from hf_specgen.cli.session import Session
-    from hf_specgen.measure.methods import Decoding, Method
-    from hf_specgen.measure.prompts import Prompt
+    from hf_specgen.cli.session import CommandSession
+    from hf_specgen.measure.methods import Decoding, DecodingMethod
+    from hf_specgen.measure.prompts import ChatPrompt
     from hf_specgen.measure.run import Settings
 
 Tolerance = Annotated[
@@ -76,7 +76,7 @@ def verify(  # noqa: PLR0913 - one parameter a flag
     session = work.open_session(flags)
     settings = Settings(Decoding(max_new_tokens), batch_size, 1, 0, not no_chat, template)
 
-    def ours() -> Method:
+    def ours() -> DecodingMethod:
         return session.prepacked().bound(num_tokens) if prepack else session.ours(num_tokens)
 
     passed = _check_greedy(session, chosen, settings, ours(), tolerance)
@@ -95,7 +95,11 @@ def _exact(rule: Rule) -> Rule:
 
 
 def _check_greedy(
-    session: Session, prompts: list[Prompt], settings: Settings, method: Method, tolerance: float | None
+    session: CommandSession,
+    prompts: list[ChatPrompt],
+    settings: Settings,
+    method: DecodingMethod,
+    tolerance: float | None,
 ) -> bool:
     from hf_specgen.bench.exactness import check_greedy
     from hf_specgen.cli.session import progress_bar
@@ -124,11 +128,11 @@ def _show_greedy(report: GreedyReport, tokenizer: Any) -> None:
 
 
 def _check_law(
-    session: Session,
-    prompt: Prompt,
+    session: CommandSession,
+    prompt: ChatPrompt,
     settings: Settings,
     decoding: Decoding,
-    method: Method,
+    method: DecodingMethod,
     kept: int,
     samples: int,
 ) -> bool:

@@ -11,13 +11,13 @@ from rich.columns import Columns
 from rich.panel import Panel
 from rich.text import Text
 
-from hf_specgen.cli.session import Session, note, out
+from hf_specgen.cli.session import CommandSession, note, out
 from hf_specgen.errors import SpecGenError, reason_of
 from hf_specgen.measure.compare import Divergence, find_divergence, ratio_words
 from hf_specgen.measure.decode import Output
 from hf_specgen.measure.machine import Timing
-from hf_specgen.measure.methods import Decoding, Method, our_method, plain_method
-from hf_specgen.measure.prompts import Prompt, encode, pad_left, pad_token
+from hf_specgen.measure.methods import Decoding, DecodingMethod, our_method, plain_method
+from hf_specgen.measure.prompts import ChatPrompt, encode, pad_left, pad_token
 from hf_specgen.measure.run import check_room, timed_run
 
 WARM_UP_TOKENS = 8
@@ -51,18 +51,18 @@ class TextStream:
 class Writer:
     """Write texts with one session and one way to decode."""
 
-    session: Session
+    session: CommandSession
     decoding: Decoding
     num_tokens: int | None
     chat_template: bool
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def method(self) -> Method:
+    def method(self) -> DecodingMethod:
         """Return our method, with a drafter that knows nothing of earlier texts."""
         return self.session.ours(self.num_tokens)
 
-    def write(self, prompts: Sequence[Prompt], batch: int) -> None:
+    def write(self, prompts: Sequence[ChatPrompt], batch: int) -> None:
         """Write the answer to every prompt; single rows are streamed, rows of a batch follow when all are done."""
         for start in range(0, len(prompts), batch):
             group = prompts[start : start + batch]
@@ -94,11 +94,11 @@ class Writer:
             if not line:
                 continue
             history.append({"role": "user", "content": line})
-            output, timing = self._run(self.method, self._encode([Prompt(tuple(history))]), stream=True)
+            output, timing = self._run(self.method, self._encode([ChatPrompt(tuple(history))]), stream=True)
             history.append({"role": "assistant", "content": self._decode(output.rows[0])})
             self._note(output, timing)
 
-    def compare(self, prompts: Sequence[Prompt], batch: int) -> None:
+    def compare(self, prompts: Sequence[ChatPrompt], batch: int) -> None:
         """Write every text twice and print both side by side, with the first divergence and the ratio of times.
 
         Greedy texts are compared with plain ``generate()``; sampled ones with our loop without a drafter at the same
@@ -115,20 +115,20 @@ class Writer:
                     short._run(method, ids)
             left, left_time = self._run(plain, ids)
             right, right_time = self._run(ours, ids)
-            for prompt, row, one, two in zip(group, ids, left.rows, right.rows, strict=True):
+            for prompt, row, undrafted, drafted in zip(group, ids, left.rows, right.rows, strict=True):
                 if len(prompts) > 1:
                     out().print(self._heading(prompt))
-                self._show_pair(row, one, two)
+                self._show_pair(row, undrafted, drafted)
             out().print(self._times(left, left_time, right, right_time), soft_wrap=True)
 
-    def _encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+    def _encode(self, prompts: Sequence[ChatPrompt]) -> list[list[int]]:
         given = self.chat_template, self.chat_template_kwargs
         rows = [encode(prompt, self.session.tokenizer, *given) for prompt in prompts]
         for row in rows:
             check_room(self.session.model, len(row), self.decoding.max_new_tokens, "the prompt")
         return rows
 
-    def _run(self, method: Method, ids: list[list[int]], stream: bool = False) -> tuple[Output, Timing]:
+    def _run(self, method: DecodingMethod, ids: list[list[int]], stream: bool = False) -> tuple[Output, Timing]:
         pad = pad_token(self.session.tokenizer)
         inputs = pad_left(ids, pad, self.session.model.device)
         text = TextStream(self.session.tokenizer)
@@ -145,7 +145,7 @@ class Writer:
     def _decode(self, tokens: Sequence[int]) -> str:
         return str(self.session.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    def _heading(self, prompt: Prompt) -> str:
+    def _heading(self, prompt: ChatPrompt) -> str:
         return f"=== {prompt.question_id} ==="
 
     def _note(self, output: Output, timing: Timing) -> None:

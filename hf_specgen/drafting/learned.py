@@ -39,7 +39,7 @@ _SAVING = ("state_dict", "is_main_process", "safe_serialization", "save_function
 AnyLearned = TypeVar("AnyLearned", bound="LearnedDrafter")
 
 
-class HeadLoss(Protocol):
+class ObjectiveResult(Protocol):
     """Hold what an objective returns for N rows; ``trainers/losses.py`` tells what each part means."""
 
     @property
@@ -63,7 +63,7 @@ class HeadLoss(Protocol):
         """Return ``min(1, q(x) / p(x))`` of the text's own ids, ``(N,)``."""
 
 
-Objective = Callable[..., HeadLoss]
+Objective = Callable[..., ObjectiveResult]
 """Compares a drafter's law with the target's, row by row: ``trainers.losses.Objective``."""
 
 

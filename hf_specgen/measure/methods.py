@@ -60,7 +60,7 @@ class Decoding:
 
 
 @dataclass(frozen=True)
-class Method:
+class DecodingMethod:
     """Name a way to decode: ``generate(model, inputs, decoding, **extra)`` returns the new tokens.
 
     ``max_rows`` is the largest batch that it can do (None: any).
@@ -72,17 +72,17 @@ class Method:
     max_rows: int | None = None
 
 
-def stock_method(name: str, label: str, max_rows: int | None = None, **fixed: Any) -> Method:
+def stock_method(name: str, label: str, max_rows: int | None = None, **fixed: Any) -> DecodingMethod:
     """Build the method that calls the model's own ``generate()`` with ``fixed`` arguments, seeded globally."""
 
     def run(model: Any, inputs: Inputs, decoding: Decoding, **extra: Any) -> Output:
         torch.manual_seed(decoding.seed)
         return decode(model, inputs, return_dict_in_generate=True, **decoding.kwargs(), **fixed, **extra)
 
-    return Method(name, label, run, max_rows)
+    return DecodingMethod(name, label, run, max_rows)
 
 
-def plain_method() -> Method:
+def plain_method() -> DecodingMethod:
     """Build the baseline: transformers' own decoding, one token a pass."""
     return stock_method(PLAIN, "plain generate()")
 
@@ -93,7 +93,7 @@ def our_method(
     label: str = "ours",
     rule: str = "rejection",
     tokenizer: Any = None,
-) -> Method:
+) -> DecodingMethod:
     """Build the method that decodes with a drafter of ours (None: our loop without drafts).
 
     ``tokenizer`` is the target's; with it the vocabularies of target and drafter are compared.
@@ -104,7 +104,7 @@ def our_method(
         loop = SpeculativeDecoding(drafter, rule=rule, tokenizer=tokenizer)
         return decode(model, inputs, loop, return_dict_in_generate=True, **decoding.kwargs(), **seed, **extra)
 
-    return Method(name, label, run)
+    return DecodingMethod(name, label, run)
 
 
 def prepacked_twin(model: Any) -> Any:
@@ -113,7 +113,7 @@ def prepacked_twin(model: Any) -> Any:
     return prepack(copy.deepcopy(model, {id(tensor): tensor for tensor in shared}))
 
 
-def on_model(model: Any, method: Method, name: str, label: str) -> Method:
+def on_model(model: Any, method: DecodingMethod, name: str, label: str) -> DecodingMethod:
     """Build the method that runs another one on ``model``, whatever model it is given."""
 
     def run(_: Any, inputs: Inputs, decoding: Decoding, **extra: Any) -> Output:
@@ -182,7 +182,7 @@ class DrafterChoice:
         """Return the same choice with a prepacked twin of the draft model, if there is one."""
         return self if self.model is None else replace(self, model=prepacked_twin(self.model))
 
-    def stock(self, num_tokens: int) -> Method | None:
+    def stock(self, num_tokens: int) -> DecodingMethod | None:
         """Build transformers' counterpart at a constant draft length, batch 1 only; None where it has none."""
         label = f"stock, {num_tokens} tokens"
         if self.spec == "none" or self.learned is not None or self.spec.startswith(_COPIES):
@@ -190,10 +190,10 @@ class DrafterChoice:
         if self.model is None:
             return stock_method(STOCK, label, max_rows=1, prompt_lookup_num_tokens=num_tokens)
         method = stock_method(STOCK, label, max_rows=1, assistant_model=self.model)
-        return Method(STOCK, label, _with_draft_length(method, self.model, num_tokens), max_rows=1)
+        return DecodingMethod(STOCK, label, _with_draft_length(method, self.model, num_tokens), max_rows=1)
 
 
-def _with_draft_length(method: Method, draft_model: Any, num_tokens: int) -> Callable[..., Output]:
+def _with_draft_length(method: DecodingMethod, draft_model: Any, num_tokens: int) -> Callable[..., Output]:
     def run(model: Any, inputs: Inputs, decoding: Decoding, **extra: Any) -> Output:
         # stock assisted decoding reads the draft length from the draft model's own configuration only
         kept = draft_model.generation_config

@@ -22,7 +22,7 @@ _OTHER_TABLES = {".csv", ".tsv", ".parquet", ".arrow", ".xlsx", ".gz", ".zst", "
 
 
 @dataclass(frozen=True)
-class Prompt:
+class ChatPrompt:
     """Hold one prompt as chat messages, with the category it is reported under, the tools that may be called, and
     ``settings``: its own ``chat_template_kwargs``."""
 
@@ -38,18 +38,18 @@ class Prompt:
         return "\n\n".join(message.get("content", "") for message in self.messages)
 
     @classmethod
-    def user(cls, text: str, category: str = UNCATEGORIZED, question_id: str = "") -> Prompt:
+    def user(cls, text: str, category: str = UNCATEGORIZED, question_id: str = "") -> ChatPrompt:
         """Build the prompt that is one message of the user."""
         return cls(({"role": "user", "content": text},), category, question_id)
 
 
-def own_prompts() -> list[Prompt]:
+def own_prompts() -> list[ChatPrompt]:
     """Return the project's own 56 prompts: eight in each of seven categories."""
     source = resources.files("hf_specgen.measure") / "data" / "prompts.jsonl"
     return _parse_jsonl(source.read_text(encoding="utf-8"), "prompts.jsonl")
 
 
-def read_prompts(path: str | Path) -> list[Prompt]:
+def read_prompts(path: str | Path) -> list[ChatPrompt]:
     """Read a prompt file: records from ``.jsonl`` (one a line) or ``.json`` (an array of them, or lines), anything else
     as text with one prompt a paragraph.
 
@@ -74,19 +74,19 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     return prompts
 
 
-def _parse(text: str, path: Path) -> list[Prompt]:
+def _parse(text: str, path: Path) -> list[ChatPrompt]:
     if path.suffix.lower() == ".json" and text.lstrip().startswith("["):
         return _parse_array(text, str(path))
     is_records = path.suffix.lower() in {".json", ".jsonl", ".ndjson"}
     return _parse_jsonl(text, str(path)) if is_records else _parse_text(text)
 
 
-def _parse_text(text: str) -> list[Prompt]:
+def _parse_text(text: str) -> list[ChatPrompt]:
     paragraphs = [part.strip("\n") for part in "\n".join(line.rstrip() for line in text.splitlines()).split("\n\n")]
-    return [Prompt.user(part, question_id=str(i)) for i, part in enumerate(filter(str.strip, paragraphs), 1)]
+    return [ChatPrompt.user(part, question_id=str(i)) for i, part in enumerate(filter(str.strip, paragraphs), 1)]
 
 
-def _parse_array(text: str, name: str) -> list[Prompt]:
+def _parse_array(text: str, name: str) -> list[ChatPrompt]:
     try:
         records = json.loads(text)
     except json.JSONDecodeError as error:
@@ -96,13 +96,13 @@ def _parse_array(text: str, name: str) -> list[Prompt]:
     return [_prompt(record, f"{name}: record {number}", str(number)) for number, record in enumerate(records, 1)]
 
 
-def _parse_jsonl(text: str, name: str) -> list[Prompt]:
+def _parse_jsonl(text: str, name: str) -> list[ChatPrompt]:
     # split("\n"), not splitlines: a record may hold U+2028, which is no line end in JSON lines
     lines = enumerate(text.split("\n"), 1)
     return [_parse_record(line, f"{name}:{number}", str(number)) for number, line in lines if line.strip()]
 
 
-def _parse_record(line: str, where: str, default_id: str) -> Prompt:
+def _parse_record(line: str, where: str, default_id: str) -> ChatPrompt:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
@@ -112,13 +112,13 @@ def _parse_record(line: str, where: str, default_id: str) -> Prompt:
     return _prompt(record, where, default_id)
 
 
-def _prompt(record: Any, where: str, default_id: str) -> Prompt:
+def _prompt(record: Any, where: str, default_id: str) -> ChatPrompt:
     if not isinstance(record, dict):
         raise SpecGenError(f"{where}: a record must be an object with prompt, turns or messages, got {record!r:.60}.")
     given = [key for key in _ASKED if key in record]
     if len(given) != 1:
-        found = ", ".join(given) or ", ".join(map(str, record)) or "nothing"
-        raise SpecGenError(f"{where}: exactly one of {', '.join(_ASKED)} is required, found {found}.")
+        keys = ", ".join(given) or ", ".join(map(str, record)) or "nothing"
+        raise SpecGenError(f"{where}: exactly one of {', '.join(_ASKED)} is required, found {keys}.")
     check_text(json.dumps(record, ensure_ascii=False), where)
     category = str(record.get("category") or UNCATEGORIZED)
     question_id = default_id if record.get("question_id") is None else str(record["question_id"])
@@ -127,7 +127,7 @@ def _prompt(record: Any, where: str, default_id: str) -> Prompt:
         chat = Chat(with_system(messages, record), tools_of(record), settings_of(record))
     except SpecGenError as error:
         raise SpecGenError(f"{where}: {error}") from None
-    return Prompt(tuple(chat.messages), category, question_id, chat.tools, chat.settings)
+    return ChatPrompt(tuple(chat.messages), category, question_id, chat.tools, chat.settings)
 
 
 def _messages(key: str, value: Any, where: str) -> list[dict[str, Any]]:
@@ -161,7 +161,7 @@ def _from_messages(key: str, value: Any, where: str) -> list[dict[str, Any]]:
     return messages
 
 
-def select(prompts: Sequence[Prompt], categories: Iterable[str] = (), limit: int | None = None) -> list[Prompt]:
+def select(prompts: Sequence[ChatPrompt], categories: Iterable[str] = (), limit: int | None = None) -> list[ChatPrompt]:
     """Keep the named categories, then at most ``limit`` prompts taken from them in turn.
 
     Raises: SpecGenError when a category does not occur.
@@ -181,7 +181,9 @@ def select(prompts: Sequence[Prompt], categories: Iterable[str] = (), limit: int
     return [prompt for size, group in zip(sizes, groups, strict=True) for prompt in group[:size]]
 
 
-def encode(prompt: Prompt, tokenizer: Any, chat: bool = True, settings: Mapping[str, Any] | None = None) -> list[int]:
+def encode(
+    prompt: ChatPrompt, tokenizer: Any, chat: bool = True, settings: Mapping[str, Any] | None = None
+) -> list[int]:
     """Turn a prompt into token ids, through the chat template where the tokenizer has one and ``chat`` is set.
 
     ``settings``: ``chat_template_kwargs``; the prompt's own win.
@@ -201,7 +203,7 @@ def encode(prompt: Prompt, tokenizer: Any, chat: bool = True, settings: Mapping[
     return list(ids)
 
 
-def _shown(prompt: Prompt, tokenizer: Any, settings: Mapping[str, Any], name: str) -> str:
+def _shown(prompt: ChatPrompt, tokenizer: Any, settings: Mapping[str, Any], name: str) -> str:
     tools = list(prompt.tools) if prompt.tools else None
     try:
         return str(render(tokenizer, Chat(prompt.messages, tools, {**settings, **prompt.settings}), asks=True))
@@ -238,11 +240,11 @@ def pad_token(tokenizer: Any) -> int:
 MIXED = "several categories"
 
 
-def batches(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
+def batches(prompts: Sequence[ChatPrompt], size: int) -> list[list[ChatPrompt]]:
     """Cut the prompts into batches of ``size``: of one category where it fills them, then across categories what is
     left of each. Only the last batch may be smaller.
     """
-    groups: dict[str, list[Prompt]] = {}
+    groups: dict[str, list[ChatPrompt]] = {}
     for prompt in prompts:
         groups.setdefault(prompt.category, []).append(prompt)
     full = [group[i : i + size] for group in groups.values() for i in range(0, len(group) - size + 1, size)]
@@ -250,7 +252,7 @@ def batches(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
     return full + [rest[i : i + size] for i in range(0, len(rest), size)]
 
 
-def category_of(batch: Sequence[Prompt]) -> str:
+def category_of(batch: Sequence[ChatPrompt]) -> str:
     """Return the category that a batch's figures belong to: a batch has one time, which cannot be divided."""
-    found = {prompt.category for prompt in batch}
-    return found.pop() if len(found) == 1 else MIXED
+    categories = {prompt.category for prompt in batch}
+    return categories.pop() if len(categories) == 1 else MIXED

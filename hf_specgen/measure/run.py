@@ -10,8 +10,8 @@ from hf_specgen.errors import SpecGenError
 from hf_specgen.measure.compare import Divergence, find_divergence
 from hf_specgen.measure.decode import Inputs, Output
 from hf_specgen.measure.machine import Stopwatch, Timing
-from hf_specgen.measure.methods import PLAIN, Decoding, Method
-from hf_specgen.measure.prompts import Prompt, batches, category_of, encode, pad_left, pad_token
+from hf_specgen.measure.methods import PLAIN, Decoding, DecodingMethod
+from hf_specgen.measure.prompts import ChatPrompt, batches, category_of, encode, pad_left, pad_token
 from hf_specgen.round.stats import AcceptanceStats
 
 Progress = Callable[[int, int, str], None]
@@ -52,7 +52,7 @@ class Cell:
 class BatchResult:
     """Hold one batch of prompts: its cells by method name, and per method where each row leaves the plain text."""
 
-    prompts: list[Prompt]
+    prompts: list[ChatPrompt]
     ids: list[list[int]]
     cells: dict[str, Cell]
     divergences: dict[str, list[Divergence | None]] = field(default_factory=dict)
@@ -66,8 +66,8 @@ class BatchResult:
 def run_bench(
     model: Any,
     tokenizer: Any,
-    prompts: Sequence[Prompt],
-    methods: Sequence[Method],
+    prompts: Sequence[ChatPrompt],
+    methods: Sequence[DecodingMethod],
     settings: Settings,
     progress: Progress | None = None,
 ) -> list[BatchResult]:
@@ -81,7 +81,8 @@ def run_bench(
     _check_methods(methods, settings.batch_size)
     work = _encode_all(model, tokenizer, prompts, settings)
     pad = pad_token(tokenizer)
-    total, done = len(work) * settings.repeats * len(methods), 0
+    total = len(work) * settings.repeats * len(methods)
+    done = 0
     _warm_up(model, work, pad, methods, settings)
     for number, batch in enumerate(work):
         inputs = pad_left(batch.ids, pad, model.device)
@@ -99,7 +100,9 @@ def run_bench(
     return work
 
 
-def timed_run(method: Method, model: Any, inputs: Inputs, decoding: Decoding, **extra: Any) -> tuple[Output, Timing]:
+def timed_run(
+    method: DecodingMethod, model: Any, inputs: Inputs, decoding: Decoding, **extra: Any
+) -> tuple[Output, Timing]:
     """Decode one batch with a method and time the whole call."""
     watch = Stopwatch(model.device)
     with watch:
@@ -131,7 +134,7 @@ def check_room(model: Any, length: int, new_tokens: int, name: str) -> None:
         )
 
 
-def _check_methods(methods: Sequence[Method], batch_size: int) -> None:
+def _check_methods(methods: Sequence[DecodingMethod], batch_size: int) -> None:
     if not methods or methods[0].name != PLAIN:
         raise SpecGenError("the first method of a measurement must be the plain one: everything is compared with it.")
     for method in methods:
@@ -139,7 +142,7 @@ def _check_methods(methods: Sequence[Method], batch_size: int) -> None:
             raise SpecGenError(f"{method.label} decodes at most {method.max_rows} row, the batch size is {batch_size}.")
 
 
-def _encode_all(model: Any, tokenizer: Any, prompts: Sequence[Prompt], settings: Settings) -> list[BatchResult]:
+def _encode_all(model: Any, tokenizer: Any, prompts: Sequence[ChatPrompt], settings: Settings) -> list[BatchResult]:
     work = []
     for group in batches(prompts, settings.batch_size):
         ids = [encode(prompt, tokenizer, settings.chat, settings.chat_template_kwargs) for prompt in group]
@@ -151,7 +154,9 @@ def _encode_all(model: Any, tokenizer: Any, prompts: Sequence[Prompt], settings:
     return work
 
 
-def _warm_up(model: Any, work: list[BatchResult], pad: int, methods: Sequence[Method], settings: Settings) -> None:
+def _warm_up(
+    model: Any, work: list[BatchResult], pad: int, methods: Sequence[DecodingMethod], settings: Settings
+) -> None:
     for batch in work:
         batch.cells = {method.name: Cell() for method in methods}
     inputs: Inputs = pad_left(work[0].ids, pad, model.device)

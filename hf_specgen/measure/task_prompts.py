@@ -8,14 +8,14 @@ import re
 from importlib import resources
 
 from hf_specgen.errors import SpecGenError
-from hf_specgen.measure.prompts import Prompt
+from hf_specgen.measure.prompts import ChatPrompt
 
 _SLOT = re.compile(r"\{(\w+)\}")
 _NUMBERS = {"small": (2, 12), "number": (5, 95), "large": (100, 900), "percent": (5, 60)}
 _TRIES = 200
 
 
-def task_prompts(count: int, seed: int = 0) -> list[Prompt]:
+def task_prompts(count: int, seed: int = 0) -> list[ChatPrompt]:
     """Return ``count`` different prompts, the five categories in turn; the same seed gives the same prompts.
 
     A category that has nothing new to say drops out. Raises: ``SpecGenError`` when all have.
@@ -23,9 +23,10 @@ def task_prompts(count: int, seed: int = 0) -> list[Prompt]:
     source = resources.files("hf_specgen.measure") / "data" / "tasks.json"
     data = json.loads(source.read_text(encoding="utf-8"))
     forms: dict[str, list[str]] = data["forms"]
-    chance, categories = random.Random(seed), sorted(forms)
+    chance = random.Random(seed)
+    categories = sorted(forms)
     seen: set[str] = set()
-    prompts: list[Prompt] = []
+    prompts: list[ChatPrompt] = []
     while len(prompts) < count:
         if not categories:
             raise SpecGenError(f"{count} different task prompts were asked for, {len(prompts)} exist: ask for fewer.")
@@ -36,7 +37,7 @@ def task_prompts(count: int, seed: int = 0) -> list[Prompt]:
             categories.remove(category)
             continue
         seen.add(text)
-        prompts.append(Prompt.user(text, category, f"{category}-task-{len(prompts)}"))
+        prompts.append(ChatPrompt.user(text, category, f"{category}-task-{len(prompts)}"))
     return prompts
 
 

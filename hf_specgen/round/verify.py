@@ -25,7 +25,7 @@ from hf_specgen.round.verify_dense import Dense, never_empty, verify_dense
 RULES = frozenset({"rejection", "block", "gumbel"})
 
 
-class Scores(Protocol):
+class ScoreSource(Protocol):
     """Give the target's processed logits where they are asked for; ``greedy`` makes their law one-hot at the best."""
 
     @property
@@ -63,7 +63,7 @@ _Decide = Callable[[Tensor, Tensor, _Depth], _Step]  # (rows, scored node, depth
 _Pick = Callable[[Tensor, Tensor, _Depth], tuple[Tensor, Tensor]]  # the same arguments -> token, invalid
 
 
-def verify(scores: Scores, draft: Draft, coins: CoinSource | None, rule: str | Typical = "rejection") -> Verdict:
+def verify(scores: ScoreSource, draft: Draft, coins: CoinSource | None, rule: str | Typical = "rejection") -> Verdict:
     """Judge a draft so that the emitted tokens follow the target's law exactly (``Typical``: nearly).
 
     ``coins`` may be None when the target is greedy.
@@ -93,7 +93,7 @@ def verify(scores: Scores, draft: Draft, coins: CoinSource | None, rule: str | T
     return _descend(scores, draft, _rejection(scores, draft, coins))
 
 
-def _descend(scores: Scores, draft: Draft, decide: _Decide) -> Verdict:
+def _descend(scores: ScoreSource, draft: Draft, decide: _Decide) -> Verdict:
     """Walk all rows down their trees, level by level."""
     return _descend_listed(draft, decide) if scores.device.type == "cpu" else _descend_tensors(draft, decide)
 
@@ -140,7 +140,7 @@ def _descend_listed(draft: Draft, decide: _Decide) -> Verdict:
     return Verdict(path.long(), torch.tensor([len(path) for path in paths]), torch.tensor(last), torch.tensor(invalid))
 
 
-def _matching(scores: Scores, draft: Draft, pick: _Pick) -> _Decide:
+def _matching(scores: ScoreSource, draft: Draft, pick: _Pick) -> _Decide:
     """Follow the child that carries the target's own token: accepts with p(x), the optimum for a one-hot q.
 
     Source: the special case of Leviathan et al. 2023 for a q without chance; two identical children count once.
@@ -160,7 +160,7 @@ def _matching(scores: Scores, draft: Draft, pick: _Pick) -> _Decide:
     return decide
 
 
-def _greedy_pick(scores: Scores) -> _Pick:
+def _greedy_pick(scores: ScoreSource) -> _Pick:
     logits = scores.untouched
     if logits is None:
         return lambda rows, nodes, depth: ops.argmax(never_empty(scores.at(rows, nodes)))
@@ -169,13 +169,13 @@ def _greedy_pick(scores: Scores) -> _Pick:
     return lambda rows, nodes, depth: (token[rows, nodes], invalid[rows, nodes])
 
 
-def _sample_pick(scores: Scores, draft: Draft, coins: CoinSource) -> _Pick:
+def _sample_pick(scores: ScoreSource, draft: Draft, coins: CoinSource) -> _Pick:
     """Draw with the coin of (seed, row, position): the text is a function of the seed, whatever was drafted."""
     table = _table(coins, draft, SAMPLE).squeeze(-1)
     return lambda rows, nodes, depth: ops.draw(scores.at(rows, nodes), table[rows, depth])
 
 
-def _gumbel_pick(scores: Scores, coins: CoinSource) -> _Pick:
+def _gumbel_pick(scores: ScoreSource, coins: CoinSource) -> _Pick:
     """Draw argmax(log p + G) with the vector the drafter also used, so that alike laws pick alike tokens.
 
     Source: Daliri et al. 2025, "Coupling without communication and drafter-invariant speculative decoding".
@@ -187,7 +187,7 @@ def _gumbel_pick(scores: Scores, coins: CoinSource) -> _Pick:
     return pick
 
 
-def _rejection(scores: Scores, draft: Draft, coins: CoinSource) -> _Decide:
+def _rejection(scores: ScoreSource, draft: Draft, coins: CoinSource) -> _Decide:
     """Offer each node's children in turn; when none is accepted draw from what they leave of p.
 
     Source: Leviathan et al. 2023, Chen et al. 2023 (chains); Miao et al. 2024, SpecInfer (trees).
@@ -210,7 +210,7 @@ def _rejection(scores: Scores, draft: Draft, coins: CoinSource) -> _Decide:
     return decide
 
 
-def _block(scores: Scores, draft: Draft, coins: CoinSource) -> Verdict:
+def _block(scores: ScoreSource, draft: Draft, coins: CoinSource) -> Verdict:
     """Keep the longest block whose own coin passes, then draw from what that block leaves of p.
 
     ``reach`` is h, how likely a block of each length is worth keeping; ``surplus`` is R, the mass of
@@ -263,17 +263,17 @@ def _counted(draft: Draft) -> Tensor:
     return torch.arange(draft.width, device=draft.tokens.device) < draft.n_valid.unsqueeze(1)
 
 
-def _known(scores: Scores, draft: Draft) -> Tensor:
+def _known(scores: ScoreSource, draft: Draft) -> Tensor:
     """Mark the nodes whose token exists: ``(B, N)``."""
     return draft.tokens.clamp(0, scores.vocab_size - 1) == draft.tokens
 
 
-def _real(scores: Scores, draft: Draft) -> Tensor:
+def _real(scores: ScoreSource, draft: Draft) -> Tensor:
     """Mark the nodes that may be accepted: ``(B, N)``."""
     return _counted(draft) & _known(scores, draft)
 
 
-def _children(scores: Scores, draft: Draft) -> tuple[Tensor, Tensor]:
+def _children(scores: ScoreSource, draft: Draft) -> tuple[Tensor, Tensor]:
     """List the children of every scored node in draft order, and which of them are really there.
 
     Returns: node indices ``(B, S, K)`` and bool ``(B, S, K)``.

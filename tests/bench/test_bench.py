@@ -21,8 +21,8 @@ from hf_specgen.errors import SpecGenError
 from hf_specgen.measure import machine, run
 from hf_specgen.measure.compare import Divergence, find_divergence, first_difference, ratio_words, tie_tolerance
 from hf_specgen.measure.decode import Output
-from hf_specgen.measure.methods import Decoding, DrafterChoice, Method, our_method, plain_method
-from hf_specgen.measure.prompts import Prompt, pad_left
+from hf_specgen.measure.methods import Decoding, DecodingMethod, DrafterChoice, our_method, plain_method
+from hf_specgen.measure.prompts import ChatPrompt, pad_left
 from hf_specgen.round.stats import AcceptanceStats, RowStats
 
 
@@ -112,7 +112,7 @@ class Clock:
 CALLS: list[float] = []
 
 
-def scripted(name: str, seconds: dict[str, list[float]], change: dict[str, int], order: list[str]) -> Method:
+def scripted(name: str, seconds: dict[str, list[float]], change: dict[str, int], order: list[str]) -> DecodingMethod:
     """Build a method that takes ``seconds`` per category and repeat, and writes 7 except where ``change`` says."""
     turn: Counter[str] = Counter()
 
@@ -129,7 +129,7 @@ def scripted(name: str, seconds: dict[str, list[float]], change: dict[str, int],
         stats.draft_seconds, stats.verify_seconds, stats.forward_seconds, stats.other_seconds = 0.5, 3.0, 2.8, 0.5
         return Output(rows, stats if name == "ours" else None)
 
-    return Method(name, f"the {name} one", generate)
+    return DecodingMethod(name, f"the {name} one", generate)
 
 
 @pytest.fixture
@@ -142,7 +142,11 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         scripted("stock", {"short": [2.0], "long": [4.0]}, {}, order),
         scripted("ours", {"short": [1.0], "long": [5.0]}, {"long": 2}, order),
     ]
-    prompts = [Prompt.user("abc", "short", "s1"), Prompt.user("abd", "short", "s2"), Prompt.user("abcde", "long", "l1")]
+    prompts = [
+        ChatPrompt.user("abc", "short", "s1"),
+        ChatPrompt.user("abd", "short", "s2"),
+        ChatPrompt.user("abcde", "long", "l1"),
+    ]
     settings = run.Settings(Decoding(max_new_tokens=4), repeats=3, warmup=0)
     steps: list[tuple[int, int, str]] = []
     results = run.run_bench(
@@ -257,7 +261,7 @@ def test_plots_show_bars_errors_and_the_line_at_one(measured: dict[str, Any], tm
 
 
 def test_impossible_measurements_are_refused_before_they_start() -> None:
-    model, prompts, plain = tiny(), [Prompt.user("abc", question_id="p")], plain_method()
+    model, prompts, plain = tiny(), [ChatPrompt.user("abc", question_id="p")], plain_method()
     settings = run.Settings(Decoding(max_new_tokens=300))
     with pytest.raises(SpecGenError, match=r"prompt p has 3 tokens and 300 new ones .* context is 256"):
         run.run_bench(model, Letters(), prompts, [plain], settings)
@@ -346,7 +350,7 @@ def test_copies_and_a_small_model_are_made_prepacked_and_asked_for_a_length() ->
 # --- exactness
 
 
-def biased(method: Method, chance: float) -> Method:
+def biased(method: DecodingMethod, chance: float) -> DecodingMethod:
     """Spoil a method: with ``chance`` the second token becomes a copy of the first."""
     generator = torch.Generator().manual_seed(1)
 
@@ -357,7 +361,7 @@ def biased(method: Method, chance: float) -> Method:
                 row[1] = row[0]
         return output
 
-    return Method(method.name, method.label, generate)
+    return DecodingMethod(method.name, method.label, generate)
 
 
 def test_enumerated_law_sums_to_one_and_matches_a_hand_made_chain() -> None:
@@ -413,7 +417,7 @@ def test_chi_square_against_hand_made_numbers() -> None:
 
 
 def test_greedy_check_separates_ties_from_errors() -> None:
-    model, prompts = tiny(), [Prompt.user("abcabc", question_id="p"), Prompt.user("xyxyxy", question_id="q")]
+    model, prompts = tiny(), [ChatPrompt.user("abcabc", question_id="p"), ChatPrompt.user("xyxyxy", question_id="q")]
     settings = run.Settings(Decoding(6), repeats=1, warmup=0)
     fine = exactness.check_greedy(
         model, Letters(), prompts, our_method(DrafterChoice("prompt-lookup").make(3)), settings, 1e-3
@@ -425,7 +429,7 @@ def test_greedy_check_separates_ties_from_errors() -> None:
         output.rows[0][3] = (output.rows[0][3] + 1) % VOCAB
         return output
 
-    bad = exactness.check_greedy(model, Letters(), prompts, Method("ours", "wrong", wrong), settings, 1e-3)
+    bad = exactness.check_greedy(model, Letters(), prompts, DecodingMethod("ours", "wrong", wrong), settings, 1e-3)
     assert (bad.same, bad.compared, bad.passed) == (0, 2, False)
     assert [(name, found.position) for name, found in bad.failures] == [("p", 3), ("q", 3)]
     assert exactness.GreedyReport(2, bad.divergences, tolerance=1e9).passed

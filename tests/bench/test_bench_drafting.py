@@ -13,10 +13,10 @@ from hf_specgen import SpeculativeDecoding
 from hf_specgen.bench.dev import drafting
 from hf_specgen.bench.dev.drafting import (
     CASES,
-    Case,
     Clocked,
+    DraftingCase,
+    DraftingPlan,
     Geometry,
-    Plan,
     make_drafter,
     make_target,
     measure,
@@ -25,7 +25,7 @@ from hf_specgen.bench.dev.drafting import (
 from hf_specgen.errors import SpecGenError
 
 SMALL = Geometry(hidden=36, inner=48, layers=8, heads=3, kv_heads=1, vocab=13_000)
-PLAN = Plan(SMALL, tokens=3, batch=2, context=9, rounds=4, repeats=1, dtype="float32")
+PLAN = DraftingPlan(SMALL, tokens=3, batch=2, context=9, rounds=4, repeats=1, dtype="float32")
 
 
 def test_every_case_is_measured() -> None:
@@ -45,13 +45,13 @@ def test_every_case_is_measured() -> None:
 @pytest.mark.parametrize(
     ("case", "passes"),
     [
-        (Case("", "eagle", own_head=False), {"step": 3, "logits": 3}),
-        (Case("", "eagle3", kept=100), {"step": 3, "logits": 3}),
-        (Case("", "eagle3", tree={"top_k": 2, "depth": 3, "nodes": 6}), {"step": 3, "logits": 3}),
-        (Case("", "medusa"), {"head": 3}),
+        (DraftingCase("", "eagle", own_head=False), {"step": 3, "logits": 3}),
+        (DraftingCase("", "eagle3", kept=100), {"step": 3, "logits": 3}),
+        (DraftingCase("", "eagle3", tree={"top_k": 2, "depth": 3, "nodes": 6}), {"step": 3, "logits": 3}),
+        (DraftingCase("", "medusa"), {"head": 3}),
     ],
 )
-def test_a_round_runs_one_pass_a_token(case: Case, passes: dict[str, int], monkeypatch) -> None:
+def test_a_round_runs_one_pass_a_token(case: DraftingCase, passes: dict[str, int], monkeypatch) -> None:
     """The pass over the newly accepted pairs is the first of them: a chain of three is three passes and no more."""
     target, drafter = make_target(SMALL, torch.float32), Clocked(make_drafter(case, PLAN))
     counts: list[dict[str, int]] = []
@@ -73,7 +73,7 @@ def test_a_round_runs_one_pass_a_token(case: Case, passes: dict[str, int], monke
 
 
 def test_the_program(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(drafting, "Plan", lambda: PLAN)
+    monkeypatch.setattr(drafting, "DraftingPlan", lambda: PLAN)
     app = drafting.typer.Typer()
     app.command()(drafting.bench)
     out = tmp_path / "drafting.json"

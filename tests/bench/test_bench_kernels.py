@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from hf_specgen import SpecGenError, ops
 from hf_specgen.bench.dev import kernel_bytes, kernel_report, kernels
 from hf_specgen.bench.dev.kernel_bytes import SCHEMES, Shape
-from hf_specgen.bench.dev.kernel_cases import CASES, Case, Inputs
+from hf_specgen.bench.dev.kernel_cases import CASES, Inputs, KernelCase
 from hf_specgen.bench.dev.kernel_report import Line
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,11 +117,11 @@ def test_interpreted_kernels_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_full_grid_is_the_default_on_a_card() -> None:
     shapes = kernels._shapes("1,8,64", "3,7,15", "32000,128256,151936", torch.bfloat16)
-    plan = kernels.Plan(torch.device("cuda"), torch.bfloat16, shapes, (), 30, None)
+    plan = kernels.KernelPlan(torch.device("cuda"), torch.bfloat16, shapes, (), 30, None)
     found = kernels.steps(plan)
     by_vocab = sum(case.by_vocab for case in CASES)
     assert len(found) == len(set(found)) == 27 * by_vocab + 9 * (len(CASES) - by_vocab)
-    quick = kernels.Plan(torch.device("cuda"), torch.bfloat16, shapes[:1], ("verify",), 30, None)
+    quick = kernels.KernelPlan(torch.device("cuda"), torch.bfloat16, shapes[:1], ("verify",), 30, None)
     assert [(case.name, shape.batch) for case, shape in kernels.steps(quick)][:2] == [
         ("verify a chain", 64),
         ("verify a chain, dense q", 64),
@@ -148,7 +148,7 @@ def test_a_time_with_launches_is_not_called_the_devices_own(replayed, monkeypatc
     given = SimpleNamespace(shape=Shape(2, 3, 300), device=torch.device("cuda"))
     pytest.importorskip("triton")
     with ops.use_kernels("triton"):
-        line = kernels._timed(Case("tree_mask", lambda given: work, False), given, 1e6, clock)  # type: ignore[arg-type]
+        line = kernels._timed(KernelCase("tree_mask", lambda given: work, False), given, 1e6, clock)  # type: ignore[arg-type]
     assert (line.ms, line.launched_ms) == ((4.0, None) if replayed is None else (1.0, 4.0))
     assert line.share == pytest.approx(1000 / line.ms * 1e3 / 1e6) and line.ratio == 1.0
 
@@ -163,7 +163,7 @@ FAST = {"row_stats", "match_tree", "tree_mask", "gumbel_pick"}
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c.name in FAST else pytest.mark.slow) for c in CASES])
-def test_every_case_runs_as_triton(case: Case) -> None:
+def test_every_case_runs_as_triton(case: KernelCase) -> None:
     """What a GPU would time, in the interpreter: all of it is Triton, and the plain version is of the same step."""
     pytest.importorskip("triton")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -11,7 +11,7 @@ from hf_specgen.bench.dev import steps
 from hf_specgen.errors import SpecGenError
 from hf_specgen.trainers.losses import FORMULAS
 
-SMALL = bench.Case(bench.PLAIN, tokens=64, vocab=100, width=8, repeats=1)
+SMALL = bench.LossCase(bench.PLAIN, tokens=64, vocab=100, width=8, repeats=1)
 
 
 @pytest.mark.parametrize("kind", FORMULAS)
@@ -37,7 +37,7 @@ def test_the_benchmark_measures_in_processes_of_their_own() -> None:
 
 def test_steps_come_to_the_same() -> None:
     """A whole training step with the chunked loss is the plain one's: loss and gradient; another one is refused."""
-    case = steps.Case(bench.PLAIN, steps.TINY, unroll=2, rows=2, length=16, repeats=1)
+    case = steps.StepCase(bench.PLAIN, steps.TINY, unroll=2, rows=2, length=16, repeats=1)
     plain, ours = steps.measure_here(case), steps.measure_here(replace(case, method=bench.OURS))
     steps.check_equal(plain, ours)
     assert plain.loss > 0 and plain.gradient > 0 and ours.cpu_seconds > 0
@@ -48,7 +48,7 @@ def test_steps_come_to_the_same() -> None:
 @pytest.mark.slow
 def test_a_step_needs_a_third_of_the_plain_ones_memory() -> None:
     """Where logits outweigh everything else."""
-    case = steps.Case(bench.PLAIN, replace(steps.TINY, vocab=32_768), rows=4, length=512, repeats=1, chunk=128)
+    case = steps.StepCase(bench.PLAIN, replace(steps.TINY, vocab=32_768), rows=4, length=512, repeats=1, chunk=128)
     plain, ours = steps.measure(case), steps.measure(replace(case, method=bench.OURS))
     assert plain.peak > 3 * ours.peak > 0
     assert steps.table([plain, ours]).row_count == 2

@@ -35,10 +35,10 @@ def prompts(tmp_path: Path) -> str:
 
 
 def plain_text(target: str, prompt: str, tokens: int, template: bool = True) -> str:
-    from hf_specgen.measure.prompts import Prompt, encode
+    from hf_specgen.measure.prompts import ChatPrompt, encode
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(target)
-    ids = torch.tensor([encode(Prompt.user(prompt), tokenizer, template)])
+    ids = torch.tensor([encode(ChatPrompt.user(prompt), tokenizer, template)])
     model = AutoModelForCausalLM.from_pretrained(target)
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
     return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))

@@ -16,7 +16,7 @@ import torch
 
 from hf_specgen.errors import SpecGenError
 from hf_specgen.measure import demo, machine
-from hf_specgen.measure.prompts import Prompt, batches, encode, own_prompts, pad_left, read_prompts, select
+from hf_specgen.measure.prompts import ChatPrompt, batches, encode, own_prompts, pad_left, read_prompts, select
 
 VOCAB = 40
 
@@ -108,7 +108,7 @@ def test_select_takes_evenly_and_keeps_order() -> None:
 
 
 def test_encode_uses_the_template_unless_told_not_to() -> None:
-    tokenizer, prompt = Letters(), Prompt.user("hi")
+    tokenizer, prompt = Letters(), ChatPrompt.user("hi")
     plain = [ord(letter) % VOCAB for letter in "hi"]
     assert encode(prompt, tokenizer) == plain
     tokenizer.chat_template = "yes"
@@ -120,7 +120,7 @@ def test_pad_left_and_batches() -> None:
     inputs = pad_left([[5], [6, 7, 8]], pad_id=9)
     assert inputs["input_ids"].tolist() == [[9, 9, 5], [6, 7, 8]]
     assert inputs["attention_mask"].tolist() == [[0, 0, 1], [1, 1, 1]]
-    mixed = [Prompt.user("a", "x"), Prompt.user("b", "y"), Prompt.user("c", "x"), Prompt.user("d", "x")]
+    mixed = [ChatPrompt.user("a", "x"), ChatPrompt.user("b", "y"), ChatPrompt.user("c", "x"), ChatPrompt.user("d", "x")]
     assert [[prompt.text for prompt in batch] for batch in batches(mixed, 2)] == [["a", "c"], ["d", "b"]]
 
 

@@ -18,7 +18,7 @@ from hf_specgen.cli import main
 from hf_specgen.measure.compare import Divergence
 from hf_specgen.measure.machine import Timing
 from hf_specgen.measure.methods import Decoding, DrafterChoice, on_model, plain_method, prepacked_twin
-from hf_specgen.measure.prompts import Prompt
+from hf_specgen.measure.prompts import ChatPrompt
 from hf_specgen.measure.run import BatchResult, Cell, Settings
 from hf_specgen.models import prepack as packing
 from hf_specgen.models.prepack import is_prepacked, packed_layers
@@ -115,7 +115,7 @@ def test_over_prepacked_is_made_from_the_prepacked_times() -> None:
     batches = []
     for place in range(2):
         cells = {name: Cell([[7]], [Timing(times[place], 0.0)]) for name, times in seconds.items()}
-        batches.append(BatchResult([Prompt.user("a", "x")], [[1]], cells, dict.fromkeys(cells, same)))
+        batches.append(BatchResult([ChatPrompt.user("a", "x")], [[1]], cells, dict.fromkeys(cells, same)))
     built = report.build_report(batches, methods, Settings(Decoding(1)), {}, letters())["methods"]
     assert built["ours"]["speedup"] == pytest.approx(10 / 6)
     assert built["ours"]["over_prepacked"]["speedup"] == pytest.approx(5 / 6)

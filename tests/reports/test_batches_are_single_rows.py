@@ -17,11 +17,11 @@ from hf_specgen.bench import report
 from hf_specgen.bench.plots import caption
 from hf_specgen.measure import run
 from hf_specgen.measure.methods import Decoding, our_method, plain_method
-from hf_specgen.measure.prompts import MIXED, Prompt, batches, category_of
+from hf_specgen.measure.prompts import MIXED, ChatPrompt, batches, category_of
 
 
-def prompts(**counts: int) -> list[Prompt]:
-    return [Prompt.user(f"{name}{i}", name, f"{name}{i}") for name, count in counts.items() for i in range(count)]
+def prompts(**counts: int) -> list[ChatPrompt]:
+    return [ChatPrompt.user(f"{name}{i}", name, f"{name}{i}") for name, count in counts.items() for i in range(count)]
 
 
 @pytest.mark.parametrize(

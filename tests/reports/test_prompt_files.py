@@ -11,7 +11,7 @@ from cli_calls import target as target  # a fixture
 from support_text import CHATML, THINKING, characters
 
 from hf_specgen.errors import SpecGenError
-from hf_specgen.measure.prompts import Prompt, encode, read_prompts
+from hf_specgen.measure.prompts import ChatPrompt, encode, read_prompts
 
 HALF = "a \ud83d b"
 
@@ -52,7 +52,7 @@ def test_half_a_character_is_one_clear_error(record: dict, tmp_path: Path) -> No
 @pytest.mark.parametrize("template", [CHATML, None])
 def test_of_the_command_line_too(template: str | None, target: str) -> None:
     with pytest.raises(SpecGenError, match="holds half a character"):
-        encode(Prompt.user(HALF), characters(template))
+        encode(ChatPrompt.user(HALF), characters(template))
     assert "holds half a character" in refused("generate", "the cat \udcff", "--target", target)
 
 

@@ -17,10 +17,10 @@ def stopped(prompts: list[list[int]], seeds: list[int]) -> list[list[int]]:
     raise KeyboardInterrupt
 
 
-def run(out: Path, tokens: int, author: Any = None) -> work.Report:
+def run(out: Path, tokens: int, author: Any = None) -> work.RegenerationReport:
     model, questions = model_and_questions()
     sampling = work.Sampling(tokens)
-    author = author or work.Target(model, sampling)
+    author = author or work.TargetAuthor(model, sampling)
     return work.regenerate(questions[:2], out, author, source_of(model, sampling), 1)
 
 
@@ -52,7 +52,7 @@ def test_with_answers_it_is_still_refused(tmp_path: Path) -> None:
 
     def once(prompts: list[list[int]], seeds: list[int]) -> list[list[int]]:
         calls.append(len(prompts))
-        return stopped(prompts, seeds) if len(calls) > 1 else work.Target(model, work.Sampling(4))(prompts, seeds)
+        return stopped(prompts, seeds) if len(calls) > 1 else work.TargetAuthor(model, work.Sampling(4))(prompts, seeds)
 
     with pytest.raises(KeyboardInterrupt):
         run(out, 4, once)

@@ -26,8 +26,8 @@ def model_and_questions() -> tuple[Any, list[work.Question]]:
     return model, [work.Question(tuple(row), "kind", str(i)) for i, row in enumerate(rows)]
 
 
-def source_of(model: Any, sampling: work.Sampling) -> work.Source:
-    return work.Source(TargetFacts.of(model), sampling, work.end_tokens(model))
+def source_of(model: Any, sampling: work.Sampling) -> work.AnswerSource:
+    return work.AnswerSource(TargetFacts.of(model), sampling, work.end_tokens(model))
 
 
 def read(path: Path) -> list[dict]:

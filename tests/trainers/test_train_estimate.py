@@ -26,7 +26,7 @@ LLAMA_8B = LlamaConfig(
     num_key_value_heads=8,
     tie_word_embeddings=False,
 )
-EAGLE3 = work.Plan("eagle3", tokens=10**6, supervised=10**6, rows=1000, draft_vocab_size=32_000)
+EAGLE3 = work.TrainingPlan("eagle3", tokens=10**6, supervised=10**6, rows=1000, draft_vocab_size=32_000)
 
 
 def test_a_large_target_is_counted_without_memory() -> None:
@@ -50,7 +50,7 @@ def test_a_large_target_is_counted_without_memory() -> None:
 @pytest.mark.parametrize("method", ["medusa", "eagle", "eagle3"])
 def test_the_counted_drafter_is_the_trained_one(method: str) -> None:
     model = tiny(layers=7)
-    plan = work.Plan(method, 100, 50, 10, steps=2)
+    plan = work.TrainingPlan(method, 100, 50, 10, steps=2)
     sizes = work.measure(model.config, plan)
     drafter, _ = new_drafter(method, model, warm=False, **({"num_heads": 2} if method == "medusa" else {}))
     assert sizes.drafter == sum(parameter.numel() for parameter in drafter.parameters())
@@ -58,7 +58,7 @@ def test_the_counted_drafter_is_the_trained_one(method: str) -> None:
 
 
 def test_distillation_counts_its_small_model() -> None:
-    plan = work.Plan("distill", 100, 50, 10)
+    plan = work.TrainingPlan("distill", 100, 50, 10)
     small = tiny(layers=1)
     sizes = work.measure(tiny().config, plan, small.config)
     assert sizes.drafter == sum(parameter.numel() for parameter in small.parameters())
@@ -69,14 +69,14 @@ def test_distillation_counts_its_small_model() -> None:
 
 def test_steps_and_time_follow_the_plan() -> None:
     sizes = work.measure(LLAMA_8B, EAGLE3)
-    many = work.Plan(
+    many = work.TrainingPlan(
         "eagle3", 10**6, 10**6, 1000, epochs=2, batch=4, accumulation=5, processes=2, draft_vocab_size=32_000
     )
     found = work.estimate(many, sizes)
     assert found.optimizer_steps == 2 * 25
     one, two = work.estimate(EAGLE3, sizes).seconds(EAGLE3, 1e12, 1e12), found.seconds(many, 2e12, 1e12)
     assert two[work.TARGET] == pytest.approx(one[work.TARGET] / 2) and two["drafter"] == pytest.approx(one["drafter"])
-    half = work.Plan("eagle3", 10**6, 5 * 10**5, 1000, draft_vocab_size=32_000)
+    half = work.TrainingPlan("eagle3", 10**6, 5 * 10**5, 1000, draft_vocab_size=32_000)
     operations = work.estimate(half, sizes).operations
     assert operations["drafter's head"] == work.estimate(EAGLE3, sizes).operations["drafter's head"] / 2
     assert work.matmul_speed(size=64) > 0
@@ -96,10 +96,10 @@ SMOLLM2 = LlamaConfig(
 def test_what_was_measured_is_foretold() -> None:
     """Steps of docs/benchmarks.md on 2 cores whose bfloat16 products do 200 * 10^9 operations a second each."""
     speed = 0.5 * 2 * 200e9
-    demo = work.Plan("eagle3", 1626, 1274, 8, steps=3, draft_vocab_size=8192, max_length=217)
+    demo = work.TrainingPlan("eagle3", 1626, 1274, 8, steps=3, draft_vocab_size=8192, max_length=217)
     found = work.estimate(demo, work.measure(SMOLLM2, demo))
     assert 1 / 1.5 < sum(found.seconds(demo, speed, speed).values()) / 3.42 < 1.5
-    whole = work.Plan("eagle3", 4096, 4080, 8, steps=1, max_length=512)
+    whole = work.TrainingPlan("eagle3", 4096, 4080, 8, steps=1, max_length=512)
     sizes = work.measure(SMOLLM2, whole)
     found = work.estimate(whole, sizes)
     assert 1 / 1.5 < sum(found.seconds(whole, speed, speed).values()) / 13.4 < 1.5
@@ -116,7 +116,7 @@ def test_other_programs_do_not_change_the_speed(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_unrolled_tokens_share_the_targets_laws() -> None:
-    one, seven = (work.Plan("eagle3", 100, 50, 1, steps=steps) for steps in (1, 7))
+    one, seven = (work.TrainingPlan("eagle3", 100, 50, 1, steps=steps) for steps in (1, 7))
     sizes = work.measure(SMOLLM2, one)
     first, last = (work.estimate(plan, sizes).operations for plan in (one, seven))
     assert first["target's head"] == last["target's head"] and 7 * first["drafter's head"] == last["drafter's head"]
@@ -125,7 +125,7 @@ def test_unrolled_tokens_share_the_targets_laws() -> None:
 @pytest.mark.parametrize("wrong", [("flow", 9, 9, 1), ("eagle3", 0, 0, 1), ("eagle3", 9, 10, 1), ("eagle3", 9, 0, 1)])
 def test_plans_that_cannot_be_are_refused(wrong: tuple[Any, ...]) -> None:
     with pytest.raises(SpecGenError):
-        work.Plan(*wrong)
+        work.TrainingPlan(*wrong)
 
 
 def test_the_command_counts_data_and_says_whether_it_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,9 +37,9 @@ def run(*arguments: object) -> Any:
 
 def answer(
     folder: Path, sampling: work.Sampling, batch_size: int = 3, drafter: Any = None, progress: Any = None
-) -> tuple[list[dict], work.Report, work.Target]:
+) -> tuple[list[dict], work.RegenerationReport, work.TargetAuthor]:
     model, questions = model_and_questions()
-    author = work.Target(model, sampling, drafter)
+    author = work.TargetAuthor(model, sampling, drafter)
     out = folder / "answers.jsonl"
     report = work.regenerate(
         questions, out, author, source_of(model, sampling), batch_size, lambda ids: " ".join(map(str, ids)), progress
@@ -67,7 +67,7 @@ def test_padding_that_is_a_token_of_the_prompt_changes_nothing(tmp_path: Path) -
     """Without a mask transformers takes every pad id in a prompt for padding."""
     model, questions = model_and_questions()
     inside = work.Question((0, 5, 0, 9, 3), name="pads")
-    author = work.Target(model, work.Sampling(8), pad_token_id=0)
+    author = work.TargetAuthor(model, work.Sampling(8), pad_token_id=0)
     together = author([list(inside.ids), list(questions[3].ids)], [0, 0])
     assert together[0] == author([list(inside.ids)], [0])[0]
 
@@ -173,7 +173,7 @@ def test_answers_of_others_are_not_mixed_in(tmp_path: Path) -> None:
     out = tmp_path / "answers.jsonl"
 
     def go_on(model: Any, questions: list, sampling: work.Sampling) -> None:
-        work.regenerate(questions, out, work.Target(model, sampling), source_of(model, sampling))
+        work.regenerate(questions, out, work.TargetAuthor(model, sampling), source_of(model, sampling))
 
     with pytest.raises(SpecGenError, match=r"made otherwise.*sampling .*'max_new_tokens': 8"):
         go_on(model, questions, work.Sampling(9))
@@ -184,12 +184,12 @@ def test_answers_of_others_are_not_mixed_in(tmp_path: Path) -> None:
     source = source_of(model, sampling)
     other = replace(source, notes={"dtype": "bfloat16"})
     with pytest.raises(SpecGenError, match=r"dtype None there, bfloat16 here"):
-        work.regenerate(questions, out, work.Target(model, sampling), other)
+        work.regenerate(questions, out, work.TargetAuthor(model, sampling), other)
     packed = replace(source, facts=replace(source.facts, fingerprint="", name="someone/else"))  # nothing to tell by
-    work.regenerate(questions, tmp_path / "packed.jsonl", work.Target(model, sampling), packed)
+    work.regenerate(questions, tmp_path / "packed.jsonl", work.TargetAuthor(model, sampling), packed)
     with pytest.raises(SpecGenError, match=r"target .* there, .* here"):
         third = replace(packed, facts=replace(packed.facts, name="a/third"))
-        work.regenerate(questions, tmp_path / "packed.jsonl", work.Target(model, sampling), third)
+        work.regenerate(questions, tmp_path / "packed.jsonl", work.TargetAuthor(model, sampling), third)
     facts = TargetFacts.of(model)
     assert work.check_author(out, facts) is None
     assert "not of this target" in (work.check_author(out, TargetFacts.of(tiny(seed=1))) or "")
@@ -283,16 +283,16 @@ def test_the_command_answers_and_goes_on(target: str, tmp_path: Path, monkeypatc
     prompts.write_text("\n\n".join([PROMPT, "the dog ran to", "a cat saw it", "go up in"]))
     command = ["regenerate", "--target", target, "--prompts", prompts, "--out", out, "--max-new-tokens", "8"]
     command += ["--batch-size", "1"]
-    written = work.Target.__call__
+    written = work.TargetAuthor.__call__
     calls: list[int] = []
 
-    def twice(self: work.Target, *args: Any) -> Any:
+    def twice(self: work.TargetAuthor, *args: Any) -> Any:
         calls.append(len(args[0]))
         if len(calls) == 3:
             raise KeyboardInterrupt
         return written(self, *args)
 
-    monkeypatch.setattr(work.Target, "__call__", twice)
+    monkeypatch.setattr(work.TargetAuthor, "__call__", twice)
     stopped = run(*command)
     assert stopped.exit_code == main.INTERRUPTED and "the same command goes on" in stopped.stderr
     assert len(read(out)) == 2

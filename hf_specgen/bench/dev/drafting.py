@@ -57,7 +57,7 @@ class Geometry:
 
 
 @dataclass(frozen=True)
-class Case:
+class DraftingCase:
     """Hold a drafter to time: ``kept`` ids (0: all) of its own head, or of the target's where it has none."""
 
     name: str
@@ -68,20 +68,22 @@ class Case:
 
 
 CASES = (
-    Case("medusa, own heads", "medusa"),
-    Case("medusa, the target's head", "medusa", own_head=False),
-    Case("medusa, own heads, V / 4", "medusa", kept=12_288),
-    Case("medusa, the target's head, V / 4", "medusa", kept=12_288, own_head=False),
-    Case("eagle", "eagle", own_head=False),
-    Case("eagle, V / 4", "eagle", kept=12_288, own_head=False),
-    Case("eagle3", "eagle3"),
-    Case("eagle3, V / 4", "eagle3", kept=12_288),
-    Case("eagle3, V / 4, dynamic 8 x 4, 24 nodes", "eagle3", 12_288, tree={"top_k": 8, "depth": 4, "nodes": 24}),
+    DraftingCase("medusa, own heads", "medusa"),
+    DraftingCase("medusa, the target's head", "medusa", own_head=False),
+    DraftingCase("medusa, own heads, V / 4", "medusa", kept=12_288),
+    DraftingCase("medusa, the target's head, V / 4", "medusa", kept=12_288, own_head=False),
+    DraftingCase("eagle", "eagle", own_head=False),
+    DraftingCase("eagle, V / 4", "eagle", kept=12_288, own_head=False),
+    DraftingCase("eagle3", "eagle3"),
+    DraftingCase("eagle3, V / 4", "eagle3", kept=12_288),
+    DraftingCase(
+        "eagle3, V / 4, dynamic 8 x 4, 24 nodes", "eagle3", 12_288, tree={"top_k": 8, "depth": 4, "nodes": 24}
+    ),
 )
 
 
 @dataclass(frozen=True)
-class Plan:
+class DraftingPlan:
     """Hold how to measure: a chain of ``tokens``, behind prompts of ``context``, over ``rounds`` rounds."""
 
     geometry: Geometry = Geometry()
@@ -94,7 +96,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Measured:
+class DraftingCost:
     """Hold what a round of one drafter costs. Units: milliseconds; ``share`` is of a plain step.
 
     ``layers_ms`` and ``heads_ms`` are parts of ``draft_ms``; the rest is masks, tokens, the cache and Python.
@@ -143,7 +145,8 @@ class Clocked(Drafter):
     def clocks(self, parts: dict[str, float]) -> Iterator[None]:
         """Time the drafter's layers and heads inside the block."""
         names = CLOCKED["medusa" if self.inner.method == "medusa" else "eagle"]
-        methods, own = vars(type(self.inner)), self.inner.__dict__
+        methods = vars(type(self.inner))
+        own = self.inner.__dict__
         try:
             for name, part in names.items():
                 own[name] = _timed(methods[name].__get__(self.inner), parts, part)
@@ -214,9 +217,10 @@ def make_target(geometry: Geometry, dtype: torch.dtype) -> LlamaForCausalLM:
     return model
 
 
-def make_drafter(case: Case, plan: Plan) -> LearnedDrafter:
+def make_drafter(case: DraftingCase, plan: DraftingPlan) -> LearnedDrafter:
     """Build a random drafter of one layer, or of one block a head."""
-    sizes, layers = plan.geometry, plan.geometry.layers
+    sizes = plan.geometry
+    layers = sizes.layers
     config = DrafterConfig(
         case.method,
         hidden_size=sizes.hidden,
@@ -236,7 +240,7 @@ def make_drafter(case: Case, plan: Plan) -> LearnedDrafter:
 
 
 @torch.no_grad()
-def measure(plan: Plan, cases: Sequence[Case] = CASES) -> list[Measured]:
+def measure(plan: DraftingPlan, cases: Sequence[DraftingCase] = CASES) -> list[DraftingCost]:
     """Time plain steps and every drafter in turns; the median round of each run, the best run of each."""
     target = make_target(plan.geometry, DTYPES[plan.dtype])
     source = torch.Generator().manual_seed(0)
@@ -252,10 +256,11 @@ def measure(plan: Plan, cases: Sequence[Case] = CASES) -> list[Measured]:
             _generate(target, ids, plan.rounds + 6, custom_generate=SpeculativeDecoding(drafter))
             settled = [round for round in drafter.rounds[1:] if round["all"] > 0][: plan.rounds]
             runs.append({part: statistics.median(round[part] for round in settled) for part in settled[0]})
-    step, own = min(steps[1:]), min(passes[1:])
+    step = min(steps[1:])
+    own = min(passes[1:])
     best = [min(runs[1:], key=lambda run: run["all"]) for runs in found]
     return [
-        Measured(
+        DraftingCost(
             case.name, 1e3 * step, 1e3 * own, drafter.assumed, *(1e3 * run[part] for part in ("all", LAYERS, HEADS))
         )
         for case, drafter, run in zip(cases, drafters, best, strict=True)
@@ -274,7 +279,7 @@ def _generate(target: PreTrainedModel, ids: torch.Tensor, tokens: int, **setting
     return now() - begun
 
 
-def table(rows: Sequence[Measured], plan: Plan) -> Table:
+def table(rows: Sequence[DraftingCost], plan: DraftingPlan) -> Table:
     """Lay the measurements out."""
     title = (
         f"Drafting {plan.tokens} tokens, batch {plan.batch}, {plan.dtype}; a plain step {rows[0].step_ms:.1f} ms, "
@@ -307,7 +312,7 @@ def bench(
     cases = [case for case in CASES if only in case.name]
     if not cases:
         raise SpecGenError(f"--only {only}: no drafter has that in its name. Known: {[c.name for c in CASES]}.")
-    plan = replace(Plan(), batch=batch, tokens=tokens, rounds=rounds, repeats=repeats, dtype=dtype)
+    plan = replace(DraftingPlan(), batch=batch, tokens=tokens, rounds=rounds, repeats=repeats, dtype=dtype)
     rows = measure(plan, cases)
     Console().print(table(rows, plan))
     if out is not None:

@@ -140,7 +140,8 @@ def _plain(shape: Shape) -> int:
 
 def _vllm_v2(shape: Shape, q: bool = False, cut: int = 0, block: bool = False) -> int:
     """A float32 copy, temperature, statistics of the drafted rows, one row read again; ``cut`` is a truncation."""
-    drafted, q_item = shape.batch * shape.gamma, shape.q_item * q
+    drafted = shape.batch * shape.gamma
+    q_item = shape.q_item * q
     each = shape.rows * (shape.item + 4 + 8 + cut + (4 + q_item) * block)
     return shape.vocab * (each + (drafted + shape.batch) * (4 + q_item))
 

@@ -34,7 +34,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     """Name an operation.
 
     ``by_vocab`` is False where no logits take part: one vocabulary is enough. ``on_cpu`` marks what also runs, in plain
@@ -192,7 +192,8 @@ def _match_tree(given: Inputs) -> Work:
 
 
 def _reject(given: Inputs, dense: bool) -> Work:
-    shape, p = given.shape, given.logits.softmax(-1, dtype=torch.float32)
+    shape = given.shape
+    p = given.logits.softmax(-1, dtype=torch.float32)
     law: tuple[Tensor | None, Tensor] = (None, given.q) if dense else given.listed
     drafted = (given.sampled, given.chain.parents, given.n_valid)
     coins = (given.uniform(shape.batch, shape.gamma + 1, 1), given.uniform(shape.batch, shape.gamma + 1))
@@ -204,7 +205,8 @@ def _reject(given: Inputs, dense: bool) -> Work:
 
 def _siblings(given: Inputs) -> Work:
     """Hang all nodes on the root: each rejected one changes what is left of p for the next."""
-    shape, p = given.shape, given.logits[:, 0].softmax(-1, dtype=torch.float32)
+    shape = given.shape
+    p = given.logits[:, 0].softmax(-1, dtype=torch.float32)
     parents = torch.full((1, shape.gamma), -1, device=given.device)
     tokens = given.q[:, 0].softmax(-1, dtype=torch.float32).multinomial(shape.gamma, replacement=True)
     coins = (given.uniform(shape.batch, shape.gamma + 1, shape.gamma), given.uniform(shape.batch, shape.gamma + 1))
@@ -216,7 +218,8 @@ def _siblings(given: Inputs) -> Work:
 
 
 def _block(given: Inputs) -> Work:
-    shape, p = given.shape, given.logits.softmax(-1, dtype=torch.float32)
+    shape = given.shape
+    p = given.logits.softmax(-1, dtype=torch.float32)
     coins = (given.uniform(shape.batch, shape.gamma), given.uniform(shape.batch, shape.gamma + 1))
     ours = partial(ops.block_chain, *given.target, given.sampled, given.n_valid, None, given.q, *coins)
     return Work(ours, partial(_blocks, p, given), moved.block_chain(shape, True))
@@ -263,7 +266,8 @@ def _move_slots(given: Inputs) -> Work:
 
 def _tree_mask(given: Inputs) -> Work:
     batch, gamma = given.shape.batch, given.shape.gamma
-    lengths, view = given.integers(1000, batch) + 1, 1024 + gamma
+    lengths = given.integers(1000, batch) + 1
+    view = 1024 + gamma
     parents = torch.tensor([[(node - 1) // 2 for node in range(gamma)]], device=given.device)
 
     def plain() -> object:
@@ -341,14 +345,17 @@ def _in_turn(p: Tensor, given: Inputs, tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 def _blocks(p: Tensor, given: Inputs) -> tuple[Tensor, Tensor]:
     """Run h down the chain (Sun et al. 2024, algorithm 2), then draw from what the kept block leaves."""
-    q, tokens = given.q.softmax(-1, dtype=torch.float32), given.sampled.unsqueeze(-1)
+    q = given.q.softmax(-1, dtype=torch.float32)
+    tokens = given.sampled.unsqueeze(-1)
     reach = torch.ones(len(p), 1, device=p.device)
-    kept, last = torch.zeros_like(given.n_valid), p[:, 0]
+    kept = torch.zeros_like(given.n_valid)
+    last = p[:, 0]
     for i in range(tokens.shape[1]):
         left = (reach * p[:, i] - q[:, i]).clamp_(min=0)
         mass = left.sum(-1, keepdim=True)
         passes = torch.rand_like(reach) <= (mass / (mass + 1 - reach).clamp_(min=1e-12) if i else 1.0)
-        kept, last = torch.where(passes.squeeze(1), i, kept), torch.where(passes, left, last)
+        kept = torch.where(passes.squeeze(1), i, kept)
+        last = torch.where(passes, left, last)
         ratio = p[:, i].gather(1, tokens[:, i]) / q[:, i].gather(1, tokens[:, i])
         reach = (reach * ratio).clamp_(max=1)
     full = torch.rand_like(reach) < reach
@@ -366,19 +373,19 @@ def _typical_path(p: Tensor, given: Inputs) -> tuple[Tensor, Tensor]:
 
 CHAIN, CHAIN_Q = "verify a chain", "verify a chain, dense q"
 CASES = (
-    Case(CHAIN, partial(_verify, sampled=False)),
-    Case(CHAIN_Q, partial(_verify, sampled=True)),
-    Case("row_stats", _row_stats),
-    Case("row_draw", _row_draw),
-    Case("row_stats + row_draw, top-k 50, top-p .95", _truncated),
-    Case("gumbel_pick", _gumbel),
-    Case("match_tree", _match_tree),
-    Case("reject_tree, dense q", partial(_reject, dense=True)),
-    Case("reject_tree, listed q", partial(_reject, dense=False)),
-    Case("reject_tree, siblings", _siblings),
-    Case("block_chain, dense q", _block),
-    Case("typical_tree", _typical),
-    Case("tree_attention", _tree_attention, by_vocab=False, on_cpu=True),
-    Case("tree_mask", _tree_mask, by_vocab=False, on_cpu=True),
-    Case("move_slots", _move_slots, by_vocab=False, on_cpu=True),
+    KernelCase(CHAIN, partial(_verify, sampled=False)),
+    KernelCase(CHAIN_Q, partial(_verify, sampled=True)),
+    KernelCase("row_stats", _row_stats),
+    KernelCase("row_draw", _row_draw),
+    KernelCase("row_stats + row_draw, top-k 50, top-p .95", _truncated),
+    KernelCase("gumbel_pick", _gumbel),
+    KernelCase("match_tree", _match_tree),
+    KernelCase("reject_tree, dense q", partial(_reject, dense=True)),
+    KernelCase("reject_tree, listed q", partial(_reject, dense=False)),
+    KernelCase("reject_tree, siblings", _siblings),
+    KernelCase("block_chain, dense q", _block),
+    KernelCase("typical_tree", _typical),
+    KernelCase("tree_attention", _tree_attention, by_vocab=False, on_cpu=True),
+    KernelCase("tree_mask", _tree_mask, by_vocab=False, on_cpu=True),
+    KernelCase("move_slots", _move_slots, by_vocab=False, on_cpu=True),
 )

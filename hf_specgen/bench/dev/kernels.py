@@ -27,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from hf_specgen import ops
 from hf_specgen.bench.dev import kernel_cases, verify_cpu
 from hf_specgen.bench.dev.kernel_bytes import Shape, byte_table
-from hf_specgen.bench.dev.kernel_cases import CHAIN, CHAIN_Q, Case, Inputs
+from hf_specgen.bench.dev.kernel_cases import CHAIN, CHAIN_Q, Inputs, KernelCase
 from hf_specgen.bench.dev.kernel_report import Line, as_json, figure, headline, table
 from hf_specgen.bench.plots import require_matplotlib
 from hf_specgen.bench.report import write_atomic
@@ -46,7 +46,7 @@ Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Plan:
+class KernelPlan:
     """Hold what is to be measured."""
 
     device: torch.device
@@ -93,7 +93,8 @@ class Clock:
             call()
         pairs = []
         for _ in range(self.repeats):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
             # Read, not written: what is written would go to memory while the call is timed. It also keeps the device
             # busy while the call is being launched.
             flush.sum()
@@ -123,21 +124,21 @@ class Clock:
 
 
 @torch.no_grad()
-def measure(plan: Plan, bandwidth: float, clock: Clock) -> Iterator[tuple[str, Line | None]]:
+def measure(plan: KernelPlan, bandwidth: float, clock: Clock) -> Iterator[tuple[str, Line | None]]:
     """Yield, for everything there is to measure, what it is about to be and then its line."""
     for case, shape in steps(plan):
         label = f"{case.name}, B {shape.batch}, gamma {shape.gamma}, V {shape.vocab}"
         yield label, None
-        if isinstance(case, verify_cpu.Case):
+        if isinstance(case, verify_cpu.VerifyCase):
             yield label, _verified(case, shape, bandwidth, plan.repeats)
         else:
             yield label, _timed(case, Inputs(shape, plan.device, plan.dtype), bandwidth, clock)
 
 
-def steps(plan: Plan) -> list[tuple[Case | verify_cpu.Case, Shape]]:
+def steps(plan: KernelPlan) -> list[tuple[KernelCase | verify_cpu.VerifyCase, Shape]]:
     """List what is measured, small shapes first; on a CPU ``verify`` stands for the operations that read logits."""
     cuda = plan.device.type == "cuda"
-    cases: list[Case | verify_cpu.Case] = [case for case in kernel_cases.CASES if cuda or case.on_cpu]
+    cases: list[KernelCase | verify_cpu.VerifyCase] = [case for case in kernel_cases.CASES if cuda or case.on_cpu]
     if not cuda:
         cases = [*(replace(case, name=f"verify, {case.name}") for case in verify_cpu.CASES), *cases]
     found = [
@@ -145,14 +146,14 @@ def steps(plan: Plan) -> list[tuple[Case | verify_cpu.Case, Shape]]:
         for shape in plan.shapes
         for case in cases
         if plan.wants(case.name)
-        and (isinstance(case, verify_cpu.Case) or case.by_vocab or shape.vocab == plan.shapes[0].vocab)
+        and (isinstance(case, verify_cpu.VerifyCase) or case.by_vocab or shape.vocab == plan.shapes[0].vocab)
     ]
     item = plan.dtype.itemsize
     whole = [(case, replace(END_TO_END, item=item, q_item=item)) for case in cases if case.name in (CHAIN, CHAIN_Q)]
     return [step for step in whole if plan.wants(step[0].name) and step not in found] + found
 
 
-def _timed(case: Case, given: Inputs, bandwidth: float, clock: Clock) -> Line:
+def _timed(case: KernelCase, given: Inputs, bandwidth: float, clock: Clock) -> Line:
     shape = given.shape
     cuda = given.device.type == "cuda"
     sizes = (shape.batch, shape.gamma, shape.vocab if case.by_vocab else None)
@@ -172,11 +173,12 @@ def _timed(case: Case, given: Inputs, bandwidth: float, clock: Clock) -> Line:
     except torch.OutOfMemoryError:
         return replace(line, failed="out of memory")
     ms = launched if alone is None else alone
-    share, launches = work.moved / ms * 1e3 / bandwidth, None if alone is None else launched
+    share = work.moved / ms * 1e3 / bandwidth
+    launches = None if alone is None else launched
     return replace(line, ms=ms, moved=work.moved, share=share, plain_ms=plain, launched_ms=launches)
 
 
-def _verified(case: verify_cpu.Case, shape: Shape, bandwidth: float, repeats: int) -> Line:
+def _verified(case: verify_cpu.VerifyCase, shape: Shape, bandwidth: float, repeats: int) -> Line:
     """Time ``verify``; it reads the accepted rows and one more, so that is what counts as moved."""
     (found,) = verify_cpu.measure_verify([case], [shape.batch], [shape.gamma], [shape.vocab], repeats=repeats)
     count = int(shape.batch * (1 + found.accepted) * shape.vocab * 2)
@@ -184,12 +186,13 @@ def _verified(case: verify_cpu.Case, shape: Shape, bandwidth: float, repeats: in
     return Line(case.name, "cpu", shape.batch, shape.gamma, shape.vocab, found.ms, count, share, found.plain_ms)
 
 
-def run(plan: Plan, console: Console) -> tuple[list[Line], float, bool]:
+def run(plan: KernelPlan, console: Console) -> tuple[list[Line], float, bool]:
     """Measure with a bar; what is there when the user interrupts, or the time is over, is kept.
 
     Returns: lines, the copy bandwidth in bytes a second, whether everything was measured.
     """
-    clock, begin = Clock(plan.device, plan.repeats), time.monotonic()
+    clock = Clock(plan.device, plan.repeats)
+    begin = time.monotonic()
     lines: list[Line] = []
     bandwidth = clock.copy_bandwidth()
     total = len(steps(plan))
@@ -285,7 +288,7 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     where = _choose_device(device)
     cuda = where.type == "cuda"
     chosen = tuple(part.strip() for part in names.split(",") if part.strip())
-    plan = Plan(where, DTYPES[dtype], shapes, chosen, repeats or (30 if cuda else 5), limit)
+    plan = KernelPlan(where, DTYPES[dtype], shapes, chosen, repeats or (30 if cuda else 5), limit)
     if not steps(plan):
         raise SpecGenError(
             f"--ops {names!r}: no operation of a {where.type} has such a name. Leave --ops out to see them all."
@@ -295,7 +298,7 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     _report(plan, json_file, plot)
 
 
-def _report(plan: Plan, json_file: Path | None, plot: Path | None) -> None:
+def _report(plan: KernelPlan, json_file: Path | None, plot: Path | None) -> None:
     """Measure and show.
 
     Raises: typer.Exit with code 130 when the user interrupted.

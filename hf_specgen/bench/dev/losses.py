@@ -36,7 +36,7 @@ QUICK = (256, 4_096, 32)
 
 
 @dataclass(frozen=True)
-class Case:
+class LossCase:
     """Hold one thing to measure: ``chunk`` rows at a time, 0 for all of them."""
 
     method: str
@@ -57,13 +57,13 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Measured:
+class LossCost:
     """Hold what a loss and its backward pass took: beyond what is there before, and best of several.
 
     Units: bytes, seconds; ``cpu_seconds`` is the process's own time: others may share the cores.
     """
 
-    case: Case
+    case: LossCase
     peak: int
     seconds: float
     cpu_seconds: float
@@ -72,7 +72,7 @@ class Measured:
     by_weight: float
 
 
-def plain_loss(case: Case, states: Tensor, weight: Tensor, teacher: Tensor, head: Tensor, labels: Tensor) -> Tensor:
+def plain_loss(case: LossCase, states: Tensor, weight: Tensor, teacher: Tensor, head: Tensor, labels: Tensor) -> Tensor:
     """Sum a loss as one would write it down."""
     with torch.no_grad():
         log_p = (teacher @ head.T).float().log_softmax(-1)
@@ -81,7 +81,8 @@ def plain_loss(case: Case, states: Tensor, weight: Tensor, teacher: Tensor, head
 
 
 def _jsd(log_p: Tensor, log_q: Tensor, labels: Tensor) -> Tensor:
-    p, q = log_p.exp(), log_q.exp()
+    p = log_p.exp()
+    q = log_q.exp()
     log_m = ((p + q) / 2).log()
     return ((p * (log_p - log_m)).sum(-1) + (q * (log_q - log_m)).sum(-1)) / 2
 
@@ -98,7 +99,7 @@ _VALUES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
-def step(case: Case, inputs: Sequence[Tensor]) -> Tensor:
+def step(case: LossCase, inputs: Sequence[Tensor]) -> Tensor:
     """Run a loss and its backward pass. Returns: the loss."""
     states, weight, teacher, head, labels = inputs
     if case.method == OURS:
@@ -117,14 +118,15 @@ def step(case: Case, inputs: Sequence[Tensor]) -> Tensor:
     return loss.detach()
 
 
-def make_inputs(case: Case) -> list[Tensor]:
+def make_inputs(case: LossCase) -> list[Tensor]:
     """Make a drafter's and a target's states and heads: alike, as after some training."""
     source = torch.Generator().manual_seed(0)
     scale = case.width**-0.5
     teacher = torch.randn(case.tokens, case.width, generator=source)
     head = torch.randn(case.vocab, case.width, generator=source) * 3 * scale
     states = teacher + 0.5 * torch.randn(case.tokens, case.width, generator=source)
-    dtype, device = DTYPES[case.dtype], torch.device(case.device)
+    dtype = DTYPES[case.dtype]
+    device = torch.device(case.device)
     labels = torch.randint(0, case.vocab, (case.tokens,), generator=source).to(device)
     made = [tensor.to(device, dtype) for tensor in (states, head, teacher, head.clone())]
     made[0].requires_grad_()
@@ -132,7 +134,7 @@ def make_inputs(case: Case) -> list[Tensor]:
     return [*made, labels]
 
 
-def measure_here(case: Case) -> Measured:
+def measure_here(case: LossCase) -> LossCost:
     """Measure in this process, which must be a fresh one for its peak to mean something."""
     small = replace(case, tokens=8, vocab=64, width=16, chunk=4)
     step(small, make_inputs(small))  # libraries take their own memory at their first call
@@ -142,14 +144,15 @@ def measure_here(case: Case) -> Measured:
     for number in range(case.repeats):
         states.grad = weight.grad = None
         before = memory_of(case.device)
-        wall, cpu = time.perf_counter(), time.process_time()
+        wall = time.perf_counter()
+        cpu = time.process_time()
         loss = float(step(case, inputs))  # reads the device
         times.append((time.perf_counter() - wall, time.process_time() - cpu))
         if not number:
             peak = peak_of(case.device) - before
     norms = [float(tensor.grad.double().norm()) if tensor.grad is not None else 0.0 for tensor in (states, weight)]
     walls, cpus = zip(*times, strict=True)
-    return Measured(case, peak, min(walls), min(cpus), loss, *norms)
+    return LossCost(case, peak, min(walls), min(cpus), loss, *norms)
 
 
 def memory_of(device: str) -> int:
@@ -174,23 +177,23 @@ def _status(name: str) -> int:
     return int(next(line.split()[1] for line in lines if line.startswith(name))) * 1024
 
 
-def measure(cases: Sequence[Case]) -> Iterator[Measured]:
+def measure(cases: Sequence[LossCase]) -> Iterator[LossCost]:
     """Measure each case in a process of its own.
 
     Raises: ``SpecGenError`` when one fails, or when methods disagree about a loss or its gradients.
     """
-    first: dict[tuple[str, str, bool], Measured] = {}
+    first: dict[tuple[str, str, bool], LossCost] = {}
     for case in cases:
         command = [sys.executable, "-m", "hf_specgen.bench.dev.losses", "--one", json.dumps(asdict(case))]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SpecGenError(f"{case} failed with code {done.returncode}: {done.stderr[-2000:]}")
-        found = Measured(case, **json.loads(done.stdout))
+        found = LossCost(case, **json.loads(done.stdout))
         check_equal(first.setdefault(case.about, found), found)
         yield found
 
 
-def check_equal(one: Measured, other: Measured) -> None:
+def check_equal(one: LossCost, other: LossCost) -> None:
     """Raise ``SpecGenError`` unless both mean the same loss and gradients."""
     for name in ("loss", "by_states", "by_weight"):
         ours, theirs = asdict(one)[name], asdict(other)[name]
@@ -198,7 +201,7 @@ def check_equal(one: Measured, other: Measured) -> None:
             raise SpecGenError(f"{one.case} and {other.case} differ in {name}: {ours} and {theirs}.")
 
 
-def table(found: Sequence[Measured]) -> Table:
+def table(found: Sequence[LossCost]) -> Table:
     """Lay out the figures, each beside the plain method's."""
     made = Table(title="loss and backward pass")
     for place, name in enumerate(
@@ -207,7 +210,8 @@ def table(found: Sequence[Measured]) -> Table:
         made.add_column(name, justify="right" if place > 3 else "left", no_wrap=True)
     plain = {line.case.about: line for line in found if line.case.method == PLAIN}
     for line in found:
-        case, base = line.case, plain.get(line.case.about)
+        case = line.case
+        base = plain.get(line.case.about)
         made.add_row(
             case.kind,
             "trained" if case.trained else "frozen",
@@ -223,7 +227,7 @@ def table(found: Sequence[Measured]) -> Table:
     return made
 
 
-def cases_of(kinds: Sequence[str], chunks: Sequence[int], dtypes: Sequence[str], base: Case) -> list[Case]:
+def cases_of(kinds: Sequence[str], chunks: Sequence[int], dtypes: Sequence[str], base: LossCase) -> list[LossCase]:
     """List what is measured: per loss, dtype and kind of head the plain way, then chunks."""
     ways = [(PLAIN, 0), (RECOMPUTED, chunks[0]), *((OURS, chunk) for chunk in chunks)]
     return [
@@ -247,15 +251,16 @@ def command(  # noqa: PLR0913 - one option each
 ) -> None:
     """Measure peak memory and time of the chunked losses beside plain ones."""
     if one:
-        found = measure_here(Case(**json.loads(one)))
+        found = measure_here(LossCase(**json.loads(one)))
         print(json.dumps({name: value for name, value in asdict(found).items() if name != "case"}))
         return
-    base = Case(PLAIN, tokens=tokens, vocab=vocab, width=width, repeats=repeats, device=device)
+    base = LossCase(PLAIN, tokens=tokens, vocab=vocab, width=width, repeats=repeats, device=device)
     chunks = chunk or [1024, 512, 256]
     if quick:
         base = replace(base, tokens=QUICK[0], vocab=QUICK[1], width=QUICK[2], repeats=1)
         chunks = chunk or [64]
-    console, lines = Console(width=140), []
+    console = Console(width=140)
+    lines = []
     cases = cases_of(kind or (list(FORMULAS) if quick else ["kl"]), chunks, dtype or ["float32"], base)
     try:
         for line in measure(cases):

@@ -31,7 +31,7 @@ TINY = Geometry(hidden=32, inner=64, layers=6, heads=2, kv_heads=1, vocab=64)
 
 
 @dataclass(frozen=True)
-class Case:
+class StepCase:
     """Hold a step to measure: ``rows`` texts of ``length`` tokens, ``unroll`` drafted tokens behind every place.
 
     ``chunk``: rows of our loss at a time, at most.
@@ -47,10 +47,10 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Measured:
+class StepCost:
     """Hold what steps took: bytes beyond the weights, the best time of several, and what the first one came to."""
 
-    case: Case
+    case: StepCase
     peak: int
     seconds: float
     cpu_seconds: float
@@ -74,11 +74,12 @@ def plain_objective(  # noqa: PLR0913 - called as ``Objective`` is
         log_p = (seen @ teacher_weight.T).float().log_softmax(-1)
     log_q = (states @ weight.T).float().log_softmax(-1)
     value = F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
-    hits, nothing = log_q.detach().argmax(-1) == log_p.argmax(-1), torch.zeros_like(value.detach())
+    hits = log_q.detach().argmax(-1) == log_p.argmax(-1)
+    nothing = torch.zeros_like(value.detach())
     return HeadLoss((value * weights).sum(), hits, nothing, hits, nothing)
 
 
-def make_step(case: Case) -> tuple[Callable[[], Tensor], Callable[[], float]]:
+def make_step(case: StepCase) -> tuple[Callable[[], Tensor], Callable[[], float]]:
     """Build target and drafter. Returns: a training step that returns its loss, and the head's gradient norm."""
     target = prepared(make_target(case.geometry, torch.bfloat16), torch.device("cpu"))
     drafter, _ = new_drafter("eagle3", target)
@@ -108,29 +109,30 @@ def make_step(case: Case) -> tuple[Callable[[], Tensor], Callable[[], float]]:
     return step, lambda: norms[0]
 
 
-def measure_here(case: Case) -> Measured:
+def measure_here(case: StepCase) -> StepCost:
     """Measure in this process, which must be a fresh one for its peak to mean something."""
     make_step(replace(case, geometry=TINY, rows=1, length=8))[0]()  # libraries take memory at their first call
     step, norm = make_step(case)
     before, times, losses = memory_of("cpu"), [], []
     for _ in range(case.repeats):
-        wall, cpu = time.perf_counter(), time.process_time()
+        wall = time.perf_counter()
+        cpu = time.process_time()
         losses.append(float(step()))
         times.append((time.perf_counter() - wall, time.process_time() - cpu))
     walls, cpus = zip(*times, strict=True)
-    return Measured(case, peak_of("cpu") - before, min(walls), min(cpus), losses[0], norm())
+    return StepCost(case, peak_of("cpu") - before, min(walls), min(cpus), losses[0], norm())
 
 
-def measure(case: Case) -> Measured:
+def measure(case: StepCase) -> StepCost:
     """Measure in a new process. Raises: ``SpecGenError`` when it fails."""
     command = [sys.executable, "-m", "hf_specgen.bench.dev.steps", "--one", json.dumps(asdict(case))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SpecGenError(f"{case} failed with code {done.returncode}: {done.stderr[-2000:]}")
-    return Measured(case, **json.loads(done.stdout.splitlines()[-1]))
+    return StepCost(case, **json.loads(done.stdout.splitlines()[-1]))
 
 
-def check_equal(one: Measured, other: Measured) -> None:
+def check_equal(one: StepCost, other: StepCost) -> None:
     """Raise ``SpecGenError`` unless both mean the same loss and gradient."""
     for name in ("loss", "gradient"):
         ours, theirs = asdict(one)[name], asdict(other)[name]
@@ -138,7 +140,7 @@ def check_equal(one: Measured, other: Measured) -> None:
             raise SpecGenError(f"{one.case} and {other.case} differ in {name}: {ours} and {theirs}.")
 
 
-def table(found: Sequence[Measured]) -> Table:
+def table(found: Sequence[StepCost]) -> Table:
     """Lay out the figures, each beside the plain way's, which comes first."""
     made = Table(title="whole training steps, beyond the weights")
     for name in ("unrolled", "loss", "peak MiB", "plain / peak", "s", "CPU s", "plain CPU / CPU"):
@@ -168,13 +170,13 @@ def command(
     """Measure peak memory and time of EAGLE-3 training steps: SmolLM2-135M's sizes, bfloat16 target, autocast."""
     if one:
         given = json.loads(one)
-        found = measure_here(Case(**{**given, "geometry": Geometry(**given["geometry"])}))
+        found = measure_here(StepCase(**{**given, "geometry": Geometry(**given["geometry"])}))
         print(json.dumps({name: value for name, value in asdict(found).items() if name != "case"}))
         return
-    lines: list[Measured] = []
+    lines: list[StepCost] = []
     try:
         for steps in unroll or [1]:
-            base = Case(PLAIN, TINY if quick else Geometry(), steps, rows, 16 if quick else length, repeats)
+            base = StepCase(PLAIN, TINY if quick else Geometry(), steps, rows, 16 if quick else length, repeats)
             lines += [measure(base), measure(replace(base, method=OURS))]
             check_equal(*lines[-2:])
     except SpecGenError as error:

@@ -25,7 +25,7 @@ _ACCEPTED = 0.9  # how often a drafted token is the one that the target is likel
 
 
 @dataclass(frozen=True)
-class Case:
+class VerifyCase:
     """Hold one way to verify: processors, rule, and the shape of what is drafted."""
 
     name: str
@@ -37,7 +37,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Measured:
+class VerifyCost:
     """Hold the best of several runs. Units: milliseconds; ``cpu_ms`` is the calling thread's own time.
 
     ``plain_ms`` is the straightforward version's wall time, ``share`` the wall time over one forward's.
@@ -55,27 +55,27 @@ class Measured:
 
 
 CASES = (
-    Case("greedy", greedy=True),
-    Case("T=1"),
-    Case("top-k 50", (TemperatureLogitsWarper(0.8), TopKLogitsWarper(50))),
-    Case("top-p .95", (TemperatureLogitsWarper(0.8), TopPLogitsWarper(0.95))),
-    Case("top-k 50, top-p .95", (TemperatureLogitsWarper(0.8), TopKLogitsWarper(50), TopPLogitsWarper(0.95))),
-    Case("min-p .05", (MinPLogitsWarper(0.05),)),
-    Case("dense q chain", q="dense"),
-    Case("sparse q tree", q="sparse", tree=True),
-    Case("block", rule="block", q="dense"),
-    Case("gumbel", rule="gumbel"),
+    VerifyCase("greedy", greedy=True),
+    VerifyCase("T=1"),
+    VerifyCase("top-k 50", (TemperatureLogitsWarper(0.8), TopKLogitsWarper(50))),
+    VerifyCase("top-p .95", (TemperatureLogitsWarper(0.8), TopPLogitsWarper(0.95))),
+    VerifyCase("top-k 50, top-p .95", (TemperatureLogitsWarper(0.8), TopKLogitsWarper(50), TopPLogitsWarper(0.95))),
+    VerifyCase("min-p .05", (MinPLogitsWarper(0.05),)),
+    VerifyCase("dense q chain", q="dense"),
+    VerifyCase("sparse q tree", q="sparse", tree=True),
+    VerifyCase("block", rule="block", q="dense"),
+    VerifyCase("gumbel", rule="gumbel"),
 )
 
 
 def measure_verify(
-    cases: Sequence[Case] = CASES,
+    cases: Sequence[VerifyCase] = CASES,
     batches: Sequence[int] = (1, 4, 8),
     gammas: Sequence[int] = (3, 8, 15),
     vocabs: Sequence[int] = (32_000, 49_152, 128_256, 151_936),
     forward_ms: float | None = None,
     repeats: int = 7,
-) -> Iterable[Measured]:
+) -> Iterable[VerifyCost]:
     """Yield a measurement for every case and shape; ``forward_ms`` is what the share refers to."""
     for vocab in vocabs:
         for batch in batches:
@@ -85,14 +85,16 @@ def measure_verify(
 
 
 @torch.no_grad()
-def _measured(case: Case, batch: int, gamma: int, vocab: int, forward_ms: float | None, repeats: int) -> Measured:
+def _measured(
+    case: VerifyCase, batch: int, gamma: int, vocab: int, forward_ms: float | None, repeats: int
+) -> VerifyCost:
     rounds = [make_round(case, batch, gamma, vocab, seed) for seed in range(4)]
     ours = [partial(verify, scores, draft, scores.coins(), case.rule) for scores, draft in rounds]
     accepted = [call().n for call in ours]
     times = [_best(call, repeats) for call in ours]
     plain = [_best(partial(verify_plainly, case, scores, draft), max(1, repeats // 3)) for scores, draft in rounds]
     ms, cpu_ms = (sum(column) / len(rounds) for column in zip(*times, strict=True))
-    return Measured(
+    return VerifyCost(
         case.name,
         batch,
         gamma,
@@ -107,16 +109,18 @@ def _measured(case: Case, batch: int, gamma: int, vocab: int, forward_ms: float 
 
 def _best(call: Callable[[], object], repeats: int) -> tuple[float, float]:
     """Return the least wall time and the least time of this thread: others may share the cores."""
-    walls, cpus = [], []
+    walls = []
+    cpus = []
     for _ in range(repeats + 1):
-        wall, cpu = time.perf_counter_ns(), time.thread_time_ns()
+        wall = time.perf_counter_ns()
+        cpu = time.thread_time_ns()
         call()
         cpus.append(time.thread_time_ns() - cpu)
         walls.append(time.perf_counter_ns() - wall)
     return min(walls[1:]) / 1e6, min(cpus[1:]) / 1e6
 
 
-def make_round(case: Case, batch: int, gamma: int, vocab: int, seed: int) -> tuple[Scores, Draft]:
+def make_round(case: VerifyCase, batch: int, gamma: int, vocab: int, seed: int) -> tuple[Scores, Draft]:
     """Make one round: scored logits in bfloat16 and a draft whose tokens are often likely."""
     source = torch.Generator().manual_seed(seed)
     logits = torch.randn(batch, gamma + 1, vocab, generator=source) * 2.5
@@ -157,7 +161,7 @@ def _sampled(logits: Tensor, source: torch.Generator) -> Tensor:
     return logits.flatten(0, 1).softmax(-1).multinomial(1, generator=source).view(logits.shape[:2])
 
 
-def verify_plainly(case: Case, scores: Scores, draft: Draft) -> object:
+def verify_plainly(case: VerifyCase, scores: Scores, draft: Draft) -> object:
     """Verify as one would write it down: every row processed, normalised and drawn from."""
     batch, scored, vocab = scores.logits.shape
     logits = scores.logits.flatten(0, 1).float()
