@@ -48,7 +48,9 @@ def piped() -> Iterator[None]:
 
 def warn(message: str) -> None:
     """Warn at the line outside of libraries that called."""
-    level, frame = 1, sys._getframe(0)
+    level = 1
+    frame = sys._getframe(0)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
-        frame, level = frame.f_back, level + 1
+        frame = frame.f_back
+        level = level + 1
     warnings.warn(message, stacklevel=level)

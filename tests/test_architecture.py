@@ -217,6 +217,35 @@ def core_too_long(sources: Sources) -> list[str]:
     return [f"{', '.join(CORE)}: {total} lines"] if total > CORE_LINES else []
 
 
+def read_names(node: ast.expr) -> set[str]:
+    """Return what an expression reads, or what a target is, as text."""
+    return {ast.unparse(part) for part in ast.walk(node) if isinstance(part, ast.Name | ast.Attribute | ast.Subscript)}
+
+
+def belong_together(targets: list[ast.expr], values: list[ast.expr]) -> bool:
+    """Tell whether values are assigned at once for a reason: one reads another target, or fields are copied."""
+    fields = zip(targets, values, strict=False)
+    if all(isinstance(to, ast.Attribute) and ast.unparse(to).split(".")[-1] in read_names(of) for to, of in fields):
+        return True
+    later = (value for place, _ in enumerate(targets) for value in values[place + 1 :])
+    written = {ast.unparse(target) for target in targets} | {ast.unparse(t).split("[")[0] for t in targets}
+    return any(written & read_names(value) for value in later)
+
+
+def packed(sources: Sources) -> list[str]:
+    """Find ``a, b = x, y`` where the two have nothing to do with each other."""
+    found = []
+    for path, tree in parsed(sources, PACKAGE):
+        for node in walk(tree):
+            if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
+                continue
+            targets = node.targets[0].elts if isinstance(node.targets[0], ast.Tuple) else []
+            starred = any(isinstance(part, ast.Starred) for part in (*targets, *node.value.elts))
+            if targets and not starred and not belong_together(targets, node.value.elts):
+                found.append(f"{path}:{node.lineno}: unrelated values are assigned in one statement")
+    return found
+
+
 def probing(sources: Sources) -> list[str]:
     return [
         f"{path}:{node.lineno}: {node.func.id}()"
@@ -349,6 +378,7 @@ CHECKS: dict[str, tuple[Check, list[Sources]]] = {
         ],
     ),
     "core length": (core_too_long, [{f"hf_specgen/{name}.py": "x = 1\n" * (CORE_LINES // 5 + 1) for name in CORE}]),
+    "packed assignments": (packed, [{"hf_specgen/ops.py": "a, b = x, y"}, {"trainers/base.py": "a, b.c = f(x), g(y)"}]),
     "probing": (probing, [{"trainers/base.py": "getattr(x, 'y', None)"}, {"kernels/common.py": "hasattr(x, 'y')"}]),
     "module state": (
         module_state,
@@ -398,6 +428,7 @@ def test_good_sources_pass() -> None:
         "hf_specgen/cli/main.py": "import hf_specgen\nfrom contextlib import AbstractContextManager",
         "kernels/tree.py": "import triton\n@triton.jit\ndef f():\n" + "    x = 1\n" * FUNCTION_LINES,
         "hf_specgen/generate.py": "def generate(assistant_model=None): ...",
+        "hf_specgen/round/costs.py": "a, b = b, a + 1\nself.x, self.y = x, y or x",
     }
     assert [complaint for check, _ in CHECKS.values() for complaint in check(good)] == []
 

@@ -22,7 +22,8 @@ LAW_LENGTH = 3
 # room behind the checked tokens, so that drafts of the first round are not cut short
 LAW_NEW_TOKENS = LAW_LENGTH + 2
 # short texts, because every sample reads them anew
-LAW_PROMPT, LAW_TAIL = 8, 16
+LAW_PROMPT = 8
+LAW_TAIL = 16
 LAW_ROWS = 32
 ALPHA = 1e-4
 MIN_EXPECTED = 5.0

@@ -201,7 +201,8 @@ def _against_stock(reports: Report) -> None:
         return
     for name in (CONSTANT, OURS):
         if name in reports:
-            ours, stock = reports[name], reports[STOCK]
+            ours = reports[name]
+            stock = reports[STOCK]
             ours["speedup_over_stock"] = stock["seconds"] / ours["seconds"]
             for category, part in ours["categories"].items():
                 part["speedup_over_stock"] = stock["categories"][category]["seconds"] / part["seconds"]
@@ -319,7 +320,8 @@ def _notes(report: Report) -> list[Text]:
         lines.append(f"{MIXED}: batches across them; a category's own figures are those of the batches it fills alone")
     for name, part in report["methods"].items():
         if part.get("identical"):
-            same, compared = part["identical"]["same"], part["identical"]["compared"]
+            same = part["identical"]["same"]
+            compared = part["identical"]["compared"]
             lines.append(f"{part['label']}: identical to plain greedy {same}/{compared}{_worst(part['divergences'])}")
         if part.get("speedup_over_stock"):
             lines.append(f"{part['label']} against stock: {ratio_words(part['speedup_over_stock'])}")

@@ -54,7 +54,8 @@ class Preset:
 
 
 DEMO = Preset("summarization,rag,qa", limit=6, repeats=2, max_new_tokens=128, check_float32=True)
-FLOAT32_PROMPTS, FLOAT32_TOKENS = 3, 64
+FLOAT32_PROMPTS = 3
+FLOAT32_TOKENS = 64
 
 
 def bench(  # noqa: PLR0913 - one parameter a flag

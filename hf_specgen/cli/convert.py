@@ -101,7 +101,8 @@ def with_lent(found: Checkpoint, wanted: tuple[str, ...], target: str | None) ->
         return found
     try:
         source = open_source(name)
-        lent, same = lent_by(source, found.config, wanted), is_made_for(source, found.config)
+        lent = lent_by(source, found.config, wanted)
+        same = is_made_for(source, found.config)
         if not same and target is None:  # a name tells less than a flag: another model may have it by now, or here
             raise IncompatibleDrafter("what is called so here is not the target that the drafter was made for.")
     except SpecGenError as error:
@@ -138,7 +139,8 @@ def replaced(folder: Path) -> Iterator[Path]:
     place = folder.resolve()
     place.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
-    fresh, old = beside / "new", beside / "old"
+    fresh = beside / "new"
+    old = beside / "old"
     try:
         fresh.mkdir()
         yield fresh

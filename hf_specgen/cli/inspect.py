@@ -37,7 +37,9 @@ def inspect(
     from hf_specgen.checkpoints.opening import open_source
 
     facts = read_facts(target)
-    refused, report, source = None, None, None
+    refused = None
+    report = None
+    source = None
     try:
         source = open_source(checkpoint, HubOptions(revision))
         report = _resolve(source, ReadOptions(facts, options.convention(aux_layer_convention)))
@@ -121,7 +123,8 @@ def _show(found: dict[str, Any]) -> None:
 def _sizes(config: dict[str, Any]) -> str:
     if config["method"] == "medusa":
         return f"{config['num_heads']} heads of hidden size {config['hidden_size']}"
-    width, heads = config["hidden_size"], config["num_attention_heads"]
+    width = config["hidden_size"]
+    heads = config["num_attention_heads"]
     return (
         f"{config['num_hidden_layers']} layer(s), hidden size {width}, {heads} heads ({config['num_key_value_heads']} "
         f"for keys) of {config['head_dim']}, MLP {config['intermediate_size']}, vocabulary {config['draft_vocab_size']}"

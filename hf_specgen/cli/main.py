@@ -26,7 +26,8 @@ from hf_specgen.cli.train import train
 from hf_specgen.cli.verify import verify
 from hf_specgen.errors import SpecGenError, piped
 
-BAD_INPUT, INTERRUPTED = 2, 130
+BAD_INPUT = 2
+INTERRUPTED = 130
 
 
 class CleanGroup(TyperGroup):

@@ -136,7 +136,8 @@ def _questions(prompts: list[ChatPrompt], session: Any, reading: PromptReading, 
     from hf_specgen.measure.run import check_room
     from hf_specgen.trainers.regenerate import Question
 
-    questions, refused = [], ""
+    questions = []
+    refused = ""
     for prompt in prompts:
         try:
             ids = encode(prompt, session.tokenizer, reading.chat, reading.settings)

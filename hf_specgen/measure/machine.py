@@ -73,7 +73,8 @@ class Stopwatch:
 
     def __enter__(self) -> Stopwatch:
         self._synchronize()
-        self._waited, self._start = _queue_seconds(), time.perf_counter()
+        self._waited = _queue_seconds()
+        self._start = time.perf_counter()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -22,8 +22,12 @@ from hf_specgen.models.prepack import prepack
 
 Load = Callable[[str], tuple[Any, Any]]
 
-PLAIN, STOCK, CONSTANT, OURS = "plain", "stock", "ours-constant", "ours"
-PLAIN_PREPACKED, OURS_PREPACKED = "plain-prepacked", "ours-prepacked"
+PLAIN = "plain"
+STOCK = "stock"
+CONSTANT = "ours-constant"
+OURS = "ours"
+PLAIN_PREPACKED = "plain-prepacked"
+OURS_PREPACKED = "ours-prepacked"
 DRAFTERS = (
     "prompt-lookup, small-model:<id or path>, learned:<id or path>, none, or one of the middle two behind "
     "prompt-lookup+"

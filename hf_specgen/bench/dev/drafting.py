@@ -37,7 +37,8 @@ from hf_specgen.round.records import Draft, Round
 
 SCHEMA = "hf_specgen.bench.dev.drafting/1"
 CLASSES: dict[str, type[LearnedDrafter]] = {"medusa": MedusaDrafter, "eagle": EagleDrafter, "eagle3": Eagle3Drafter}
-LAYERS, HEADS = "layers", "heads"
+LAYERS = "layers"
+HEADS = "heads"
 # which methods of a drafter are clocked, and as what
 CLOCKED = {"medusa": {"head": HEADS}, "eagle": {"step": LAYERS, "logits": HEADS}}
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

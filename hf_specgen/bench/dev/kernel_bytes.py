@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-CHUNK, STRIP = 8192, 128
+CHUNK = 8192
+STRIP = 128
 LISTED_STRIPS = 256  # so many strips a truncated row looks into at most
 _LAW = 8 + 32 + 1  # token, law, flag
 

@@ -17,11 +17,19 @@ from hf_specgen.round.coins import Coins
 from hf_specgen.round.records import DenseQ, Draft, Tree
 from hf_specgen.round.verify_dense import Dense, verify_dense
 
-_TOP_K, _TOP_P = 50, 0.95
+_TOP_K = 50
+_TOP_P = 0.95
 _GUESSED = 0.8  # how often a drafted token is the target's likeliest
-_BUFFERS, _HEADS, _SLOTS, _CHANNELS = 16, 8, 256, 128  # of the cache whose slots move
-_QUERY_HEADS, _CONTEXT = 32, 2048  # of the attention; a CPU gets a quarter of the slots
-_EPSILON, _DELTA = 0.3, 0.09
+# of the cache whose slots move
+_BUFFERS = 16
+_HEADS = 8
+_SLOTS = 256
+_CHANNELS = 128
+# of the attention; a CPU gets a quarter of the slots
+_QUERY_HEADS = 32
+_CONTEXT = 2048
+_EPSILON = 0.3
+_DELTA = 0.09
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,9 @@ class Inputs:
     """Make what the operations of one shape read, each when it is first asked for."""
 
     def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
-        self.shape, self.device, self.dtype = shape, device, dtype
+        self.shape = shape
+        self.device = device
+        self.dtype = dtype
         self.source = torch.Generator(device).manual_seed(7)
 
     def uniform(self, *size: int) -> Tensor:
@@ -65,7 +75,9 @@ class Inputs:
     @cached_property
     def logits(self) -> Tensor:
         """Imitate a model's rows: Gaussian, with a few likely tokens; ``(B, S, V)``."""
-        batch, places, vocab = self.shape.batch, self.shape.gamma + 1, self.shape.vocab
+        batch = self.shape.batch
+        places = self.shape.gamma + 1
+        vocab = self.shape.vocab
         rows = torch.randn(batch, places, vocab, generator=self.source, device=self.device, dtype=self.dtype) * 2.5
         lift = 10 + 5 * torch.rand(batch, places, 4, generator=self.source, device=self.device)
         return rows.scatter_(-1, self.integers(vocab, batch, places, 4), lift.to(self.dtype))
@@ -249,7 +261,8 @@ def _verify(given: Inputs, sampled: bool) -> Work:
 
 
 def _move_slots(given: Inputs) -> Work:
-    batch, gamma = given.shape.batch, given.shape.gamma
+    batch = given.shape.batch
+    gamma = given.shape.gamma
     size = (batch, _HEADS, _SLOTS, _CHANNELS)
     buffers = [torch.zeros(size, device=given.device, dtype=given.dtype) for _ in range(_BUFFERS)]
     destination = torch.arange(_SLOTS - 2 * gamma, _SLOTS - gamma, device=given.device).repeat(batch, 1)
@@ -265,7 +278,8 @@ def _move_slots(given: Inputs) -> Work:
 
 
 def _tree_mask(given: Inputs) -> Work:
-    batch, gamma = given.shape.batch, given.shape.gamma
+    batch = given.shape.batch
+    gamma = given.shape.gamma
     lengths = given.integers(1000, batch) + 1
     view = 1024 + gamma
     parents = torch.tensor([[(node - 1) // 2 for node in range(gamma)]], device=given.device)
@@ -282,19 +296,23 @@ def _tree_mask(given: Inputs) -> Work:
 
 
 def _tree_attention(given: Inputs) -> Work:
-    batch, places = given.shape.batch, given.shape.gamma + 1
+    batch = given.shape.batch
+    places = given.shape.gamma + 1
     slots = _CONTEXT if given.device.type == "cuda" else _CONTEXT // 4
 
     def made(heads: int, width: int) -> Tensor:
         size = (batch, heads, width, _CHANNELS)
         return torch.randn(size, generator=given.source, device=given.device, dtype=given.dtype)
 
-    query, key, value = made(_QUERY_HEADS, places), made(_HEADS, slots), made(_HEADS, slots)
+    query = made(_QUERY_HEADS, places)
+    key = made(_HEADS, slots)
+    value = made(_HEADS, slots)
     mask = torch.ones(batch, 1, places, slots, dtype=torch.bool, device=given.device).tril(slots - places)
     group = _QUERY_HEADS // _HEADS
 
     def plain() -> object:
-        keys, values = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+        keys = key.repeat_interleave(group, 1)
+        values = value.repeat_interleave(group, 1)
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=_CHANNELS**-0.5)
 
     count = given.shape.item * (2 * key.numel() + 2 * query.numel()) + mask.numel()
@@ -322,7 +340,8 @@ def _rejected(p: Tensor, q: Tensor | None, tokens: Tensor) -> tuple[Tensor, Tens
     ratio = (ratio if q is None else ratio / q.gather(-1, chosen)).squeeze(-1)
     kept = (torch.rand_like(ratio) < ratio).long().cumprod(1).sum(1)
     place = kept.view(-1, 1, 1)
-    row, inside = p.gather(1, place.expand(-1, 1, p.shape[-1])).squeeze(1), (kept < tokens.shape[1]).unsqueeze(1)
+    row = p.gather(1, place.expand(-1, 1, p.shape[-1])).squeeze(1)
+    inside = (kept < tokens.shape[1]).unsqueeze(1)
     at = place.clamp(max=tokens.shape[1] - 1)
     if q is None:
         rest = row.scatter(1, chosen.gather(1, at).squeeze(1), 0.0)
@@ -371,7 +390,8 @@ def _typical_path(p: Tensor, given: Inputs) -> tuple[Tensor, Tensor]:
     return n, given.drawn[1].gather(1, n.unsqueeze(1))
 
 
-CHAIN, CHAIN_Q = "verify a chain", "verify a chain, dense q"
+CHAIN = "verify a chain"
+CHAIN_Q = "verify a chain, dense q"
 CASES = (
     KernelCase(CHAIN, partial(_verify, sampled=False)),
     KernelCase(CHAIN_Q, partial(_verify, sampled=True)),

@@ -34,13 +34,16 @@ from hf_specgen.bench.report import write_atomic
 from hf_specgen.errors import SpecGenError
 from hf_specgen.measure.machine import describe_machine
 
-BATCHES, GAMMAS, VOCABS = (1, 8, 64), (3, 7, 15), (32_000, 128_256, 151_936)
+BATCHES = (1, 8, 64)
+GAMMAS = (3, 7, 15)
+VOCABS = (32_000, 128_256, 151_936)
 QUICK = ((1, 8), (3,), (32_000,))
 END_TO_END = Shape(64, 3, 128_256)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 COPIED = {"cuda": 1 << 29, "cpu": 1 << 27}  # bytes
 FLUSHED = 1 << 29  # bytes, more than any cache holds
-BAD_INPUT, INTERRUPTED = 2, 130
+BAD_INPUT = 2
+INTERRUPTED = 130
 
 Call = Callable[[], object]
 
@@ -65,7 +68,8 @@ class Clock:
     """Time calls on one device. Units: milliseconds."""
 
     def __init__(self, device: torch.device, repeats: int) -> None:
-        self.device, self.repeats = device, repeats
+        self.device = device
+        self.repeats = repeats
 
     def best(self, call: Call) -> float:
         """Return the least wall time of several calls: others may share a CPU's cores."""
@@ -166,9 +170,12 @@ def _timed(case: KernelCase, given: Inputs, bandwidth: float, clock: Clock) -> L
         if ran != {"triton" if cuda else "reference"}:
             raise SpecGenError(f"{case.name} ran as {', '.join(sorted(ran))}: HF_SPECGEN_KERNELS must not be set here.")
         if not cuda:
-            ms, plain = clock.best(work.ours), clock.best(work.plain)
+            ms = clock.best(work.ours)
+            plain = clock.best(work.plain)
             return replace(line, ms=ms, moved=work.moved, share=work.moved / ms * 1e3 / bandwidth, plain_ms=plain)
-        replayed, launched, plain = clock.captured(work.ours), clock.events(work.ours), clock.events(work.plain)
+        replayed = clock.captured(work.ours)
+        launched = clock.events(work.ours)
+        plain = clock.events(work.plain)
         alone = None if replayed is None else clock.events(replayed)
     except torch.OutOfMemoryError:
         return replace(line, failed="out of memory")

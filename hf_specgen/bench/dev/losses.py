@@ -29,7 +29,9 @@ from hf_specgen.measure.machine import describe_machine
 from hf_specgen.trainers.losses import FORMULAS, Objective
 
 SCHEMA = "hf_specgen.bench.dev.losses/1"
-PLAIN, RECOMPUTED, OURS = "plain", "recomputed chunks", "ours"
+PLAIN = "plain"
+RECOMPUTED = "recomputed chunks"
+OURS = "ours"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CLOSE = {"float32": 1e-3, "bfloat16": 5e-2}  # relative: sums of thousands of rows, in another order
 QUICK = (256, 4_096, 32)
@@ -196,7 +198,8 @@ def measure(cases: Sequence[LossCase]) -> Iterator[LossCost]:
 def check_equal(one: LossCost, other: LossCost) -> None:
     """Raise ``SpecGenError`` unless both mean the same loss and gradients."""
     for name in ("loss", "by_states", "by_weight"):
-        ours, theirs = asdict(one)[name], asdict(other)[name]
+        ours = asdict(one)[name]
+        theirs = asdict(other)[name]
         if abs(ours - theirs) > CLOSE[one.case.dtype] * max(abs(ours), abs(theirs)):
             raise SpecGenError(f"{one.case} and {other.case} differ in {name}: {ours} and {theirs}.")
 

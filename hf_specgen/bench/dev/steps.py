@@ -113,7 +113,9 @@ def measure_here(case: StepCase) -> StepCost:
     """Measure in this process, which must be a fresh one for its peak to mean something."""
     make_step(replace(case, geometry=TINY, rows=1, length=8))[0]()  # libraries take memory at their first call
     step, norm = make_step(case)
-    before, times, losses = memory_of("cpu"), [], []
+    before = memory_of("cpu")
+    times = []
+    losses = []
     for _ in range(case.repeats):
         wall = time.perf_counter()
         cpu = time.process_time()
@@ -135,7 +137,8 @@ def measure(case: StepCase) -> StepCost:
 def check_equal(one: StepCost, other: StepCost) -> None:
     """Raise ``SpecGenError`` unless both mean the same loss and gradient."""
     for name in ("loss", "gradient"):
-        ours, theirs = asdict(one)[name], asdict(other)[name]
+        ours = asdict(one)[name]
+        theirs = asdict(other)[name]
         if abs(ours - theirs) > CLOSE["bfloat16"] * max(abs(ours), abs(theirs)):
             raise SpecGenError(f"{one.case} and {other.case} differ in {name}: {ours} and {theirs}.")
 
