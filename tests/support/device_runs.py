@@ -240,7 +240,8 @@ def write_page(rounds: dict[str, dict[str, int]]) -> None:
         f"{torch.__version__.partition('+')[0]}; counted on the CPU by an emulated device, nothing here is a time).\n\n"
         "Each cell: waits / uploads / launches of the dearest round with the Triton kernels, in brackets launches with "
         "the reference. Waits: the host waits\nfor the device. Uploads: copies from the host's memory. Launches: "
-        "operators outside of transformers' own code. One wait a round is the aim and the rule.\n\n"
+        "operators outside of transformers' own code. One wait a round is the rule; a small model\nreads the prompt in "
+        "its first round, where transformers asks twice whether it is padded.\n\n"
         f"{table(rounds)}\n"
     )
     before, _, after = PAGE.read_text().partition(HEADING)
