@@ -110,7 +110,7 @@ def sample(folder: str) -> dict[str, object]:
 @pytest.mark.slow
 def test_two_ranks_write_one_text(tmp_path: Path) -> None:
     pytest.importorskip("transformers.distributed", reason="5.17 does not shard at load")
-    found = runs.together({"sample": {"run": "reports.test_tensor_parallel_seeds.sample"}}, tmp_path)["sample"]
+    found = runs.together({"sample": {"run": "test_tensor_parallel_seeds.sample"}}, tmp_path)["sample"]
     first, second = found["texts"]
     assert found["tp_size"] == 2 and first == second
     assert first[0] != first[1], "two calls draw two seeds"

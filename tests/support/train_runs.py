@@ -30,7 +30,7 @@ from hf_specgen.trainers.eagle3 import Eagle3Arguments, Eagle3Trainer
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 # where functions that processes run by name are found
-PLACES = (ROOT, HERE, HERE.parent / "trainers", HERE.parent / "cli")
+PLACES = (ROOT, HERE, *(HERE.parent / name for name in ("trainers", "cli", "reports")))
 VOCAB, STEPS, ROWS = 64, 20, 24
 Job = dict[str, Any]
 
