@@ -170,6 +170,17 @@ def wrong_neighbours(sources: Sources) -> list[str]:
     return found
 
 
+def clocks_outside_bench(sources: Sources) -> list[str]:
+    """`hf_specgen.bench.dev` is in no wheel, so only tests that `.ci/run` leaves out of its installed run may import it."""
+    return [
+        f"{path}:{line}: imports {'.'.join(module)}"
+        for path, tree in parsed(sources, ("tests/",))
+        if not path.startswith("tests/bench/") and path != "tests/test_gpu.py"
+        for line, module in imports(path, tree)
+        if module[:3] == ["hf_specgen", "bench", "dev"]
+    ]
+
+
 def stray_triton(sources: Sources) -> list[str]:
     return [
         f"{path}:{line}: Triton outside kernels/"
@@ -354,6 +365,13 @@ CHECKS: dict[str, tuple[Check, list[Sources]]] = {
             {"hf_specgen/drafters/eagle.py": "from . import medusa"},
             {"hf_specgen/drafters/eagle.py": "from hf_specgen.models.target import Target"},
             {"trainers/eagle.py": "from hf_specgen.trainers.medusa import MedusaTrainer"},
+        ],
+    ),
+    "clocks": (
+        clocks_outside_bench,
+        [
+            {"tests/round/test_verify.py": "from hf_specgen.bench.dev.kernel_bytes import Shape"},
+            {"tests/test_ops.py": "def f():\n    from hf_specgen.bench import dev"},
         ],
     ),
     "triton": (stray_triton, [{"hf_specgen/ops.py": "def f():\n    import triton.language as tl"}]),
