@@ -171,7 +171,7 @@ def wrong_neighbours(sources: Sources) -> list[str]:
 
 
 def clocks_outside_bench(sources: Sources) -> list[str]:
-    """`hf_specgen.bench.dev` is in no wheel, so only tests that `.ci/run` leaves out of its installed run may import it."""
+    """`bench.dev` is in no wheel: only tests that `.ci/run` does not ask of the installed package may import it."""
     return [
         f"{path}:{line}: imports {'.'.join(module)}"
         for path, tree in parsed(sources, ("tests/",))
