@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import warnings
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +14,15 @@ from transformers import PreTrainedModel
 
 from hf_specgen.checkpoints.formats.base import ReadOptions
 from hf_specgen.checkpoints.formats.layer_ids import CONVENTIONS
+from hf_specgen.checkpoints.methods import method_named
 from hf_specgen.checkpoints.opening import Opened, Report, open_checkpoint
 from hf_specgen.drafting.features import FeatureDrafter
-from hf_specgen.drafting.learned import LearnedDrafter, check_fit, skeleton
+from hf_specgen.drafting.learned import LearnedDrafter, check_fit
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError
 from hf_specgen.models.facts import TargetFacts
-from hf_specgen.models.taps import Taps
+from hf_specgen.models.taps import FINAL, Taps
 from hf_specgen.models.wrappers import bare, driven
 
-T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 
 
@@ -69,7 +67,8 @@ def load_drafter(
     model = bare(target) if target is not None else None
     facts = TargetFacts.of(model) if model is not None else TargetFacts()
     opened = open_checkpoint(name, ReadOptions(facts, aux_layer_convention), settings)
-    drafter = drafter_class(opened.config.method).load(opened, model, dtype, device)
+    kind = drafter_class(opened.config.method)
+    drafter = kind.load(opened, model, dtype, device)
     _LOG.info("loaded %s", drafter.report)
     for text in drafter.report.warnings if drafter.report else ():
         warnings.warn(f"{name}: {text}", stacklevel=2)
@@ -89,29 +88,14 @@ def describe(
 
 def checked(opened: Opened) -> Report:
     """Build the drafter of an opened checkpoint without memory, so that what its class refuses is refused now."""
-    skeleton(drafter_class(opened.config.method), opened.config)
+    method_named(opened.config.method).drafter.skeleton(opened.config)
     return opened.report
 
 
 def drafter_class(method: str) -> type[LearnedDrafter]:
-    """Return the class that drafts with a method: the one in ``drafters/<method>.py``.
-
-    Raises: ``IncompatibleDrafter`` for a method that is not known.
-    """
-    home = f"hf_specgen.drafters.{method}"
-    if not method.isidentifier() or find_spec(home) is None:
-        raise IncompatibleDrafter(f"method {method!r} is not known here: a newer hf_specgen may know it.")
-    for found in classes_of(home, LearnedDrafter):  # type: ignore[type-abstract]  # nothing is made of it
-        if vars(found).get("method") == method:
-            return found
-    raise IncompatibleDrafter(f"method {method!r} is not known here: a newer hf_specgen may know it.")
-
-
-def classes_of(module: str, base: type[T]) -> list[type[T]]:
-    """List the subclasses of ``base`` that a module's names hold, in the module's order."""
-    # by its own type: on Python 3.10 list[int] says that it is a type, and issubclass() refuses it
-    classes = [value for value in vars(import_module(module)).values() if issubclass(type(value), type)]
-    return [found for found in classes if issubclass(found, base)]
+    """Return the class that drafts with a method. Raises: ``IncompatibleDrafter`` for a method that is not known."""
+    kind: type[LearnedDrafter] = method_named(method).drafter
+    return kind
 
 
 def calibrate_aux_layers(source: str | Path, target: nn.Module, ids: Tensor, **settings: Any) -> LayerAgreement:
@@ -152,8 +136,8 @@ def _quietly(source: str | Path, target: PreTrainedModel, convention: str, setti
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         drafter = load_drafter(source, target, aux_layer_convention=convention, **settings)
-    if not isinstance(drafter, FeatureDrafter) or drafter.config.method != "eagle3":
-        raise SpecGenError(f"{source} holds a {drafter.config.method} drafter: only EAGLE-3 reads layers by id.")
+    if not isinstance(drafter, FeatureDrafter) or FINAL in drafter.hidden_layers:
+        raise SpecGenError(f"{source} holds a {drafter.config.method} drafter: it reads no layers by id.")
     return drafter
 
 

@@ -14,15 +14,13 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from hf_specgen.checkpoints.config import DrafterConfig
-from hf_specgen.drafting.learned import skeleton
+from hf_specgen.checkpoints.methods import HEADS, UNROLLED, Method, config_class, trained_method
 from hf_specgen.errors import SpecGenError
 from hf_specgen.loading import drafter_class
 from hf_specgen.models.facts import TargetFacts
 from hf_specgen.models.taps import FINAL
-from hf_specgen.trainers.warm_start import default_boundaries
 
 TARGET = "target"
-METHODS = ("medusa", "eagle", "eagle3", "distill")
 _STATE = 16  # bytes a trained parameter: weight, gradient and Adam's two moments in float32
 # bytes per id that a row of a chunk holds: of the target's law, the drafter's, a copy
 _TAUGHT = 10
@@ -59,9 +57,13 @@ class TrainingPlan:
     bytes_a_weight: float = 2.0
     device: str = "cpu"
 
+    @property
+    def record(self) -> Method:
+        """Return the method's record."""
+        return trained_method(self.method)
+
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise SpecGenError(f"method {self.method!r} is not known: one of {', '.join(METHODS)} is required.")
+        trained_method(self.method)
         if self.tokens < 1 or self.rows < 1 or not 0 < self.supervised <= self.tokens:
             raise SpecGenError(
                 f"{self.tokens} tokens in {self.rows} rows, {self.supervised} supervised: at least one of each, and "
@@ -119,18 +121,17 @@ def measure(target: PretrainedConfig, plan: TrainingPlan, draft_model: Pretraine
     heads = int(settings.get("num_attention_heads") or settings.get("n_head") or 1)
     width = int(settings.get("intermediate_size") or settings.get("n_inner") or 4 * facts.hidden_size)
     shared = facts, width, heads, whole, body
-    if plan.method == "distill":
+    if plan.record.config is None:
         if draft_model is None:
             raise SpecGenError("distillation trains a small model of its own: name it (--draft-model).")
         small, layers = _count_model(draft_model)
         hidden = TargetFacts.of_config(draft_model).hidden_size
         return Sizes(*shared, small, 0, layers, facts.vocab_size * hidden, 0)
     config = new_config(plan, facts, settings)
-    drafter = skeleton(drafter_class(plan.method), config)
+    drafter = drafter_class(plan.method).skeleton(config)
     counts = {name: parameter.numel() for name, parameter in drafter.named_parameters()}
-    last = f".{config.num_head_layers}.weight"
-    head = sum(count for name, count in counts.items() if name.startswith("lm_head.") or name.endswith(last))
-    once = sum(count for name, count in counts.items() if name.startswith("fc.") and plan.method == "eagle3")
+    head = sum(counts[name] for name in config.head_names)
+    once = sum(count for name, count in counts.items() if name.startswith("fc.") and plan.record.depths == UNROLLED)
     total = sum(counts.values())
     layers = sum(1 for boundary in drafter.hidden_layers if boundary != FINAL)
     return Sizes(*shared, total, once, total - once - head, head, layers)
@@ -138,24 +139,17 @@ def measure(target: PretrainedConfig, plan: TrainingPlan, draft_model: Pretraine
 
 def new_config(plan: TrainingPlan, facts: TargetFacts, settings: dict[str, object]) -> DrafterConfig:
     """Return the configuration of a new drafter with one layer of the target's own sizes."""
-    given = {
-        name: settings[name]
-        for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
-        if settings.get(name)
-    }
-    more = {
-        "medusa": {"num_heads": plan.steps},
-        "eagle": {"own_head": False},
-        "eagle3": {"aux_layer_boundaries": list(default_boundaries(facts.num_layers))},
-    }
-    return DrafterConfig(
-        method=plan.method,
+    kind = config_class(plan.method)
+    taken = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+    given = {name: settings[name] for name in taken if settings.get(name) and name in kind.field_names()}
+    config: DrafterConfig = kind(
         hidden_size=facts.hidden_size,
         vocab_size=facts.vocab_size,
         draft_vocab_size=plan.draft_vocab_size,
-        **given,  # type: ignore[arg-type]
-        **more[plan.method],
+        **given,
+        **drafter_class(plan.method).usual_fields(facts, plan.steps),
     )
+    return config
 
 
 def _count_model(config: PretrainedConfig) -> tuple[int, int]:
@@ -177,7 +171,8 @@ def estimate(plan: TrainingPlan, sizes: Sizes) -> Estimate:
     hidden = sizes.facts.hidden_size
     vocab = sizes.facts.vocab_size
     tokens = plan.batch * plan.max_length
-    steps = plan.steps if plan.method in ("eagle3",) else 1
+    depths = plan.record.depths
+    steps = plan.steps if depths == UNROLLED else 1
     kept = (sizes.boundaries + 1) * hidden
     layer = 16 * hidden + 3 * sizes.intermediate + 2 * sizes.heads * min(plan.max_length, 512)
     memory = {
@@ -185,7 +180,7 @@ def estimate(plan: TrainingPlan, sizes: Sizes) -> Estimate:
         "drafter, gradients, Adam (float32)": float(sizes.drafter * _STATE),
         "hidden states of a batch": tokens * kept * 2.0,
         "target's forward": tokens * (4 * hidden + 2 * sizes.intermediate) * 2.0,
-        "drafter's activations": 0.0 if plan.method == "medusa" else tokens * steps * layer * 4.0,
+        "drafter's activations": 0.0 if depths == HEADS else tokens * steps * layer * 4.0,
         "laws of a chunk of the loss": _laws(plan, vocab) + sizes.head * 4.0,
         "libraries": _LIBRARIES,
     }
@@ -206,7 +201,7 @@ def _laws(plan: TrainingPlan, vocab: int) -> float:
     rows = plan.chunk
     if plan.device.startswith("cpu"):
         rows = min(rows, max(1, _CPU_ELEMENTS // vocab))
-    shared = plan.steps if plan.method == "eagle3" else 1
+    shared = plan.steps if plan.record.depths == UNROLLED else 1
     more = _MORE * ((own < vocab) + (shared > 1))
     return float(rows) * (vocab * _TAUGHT / shared + own * (_OWN + more))
 
@@ -216,11 +211,12 @@ def _operations(plan: TrainingPlan, sizes: Sizes) -> dict[str, float]:
     hidden = sizes.facts.hidden_size
     vocab = sizes.facts.vocab_size
     share = plan.supervised / plan.tokens
-    depths = plan.steps if plan.method in ("eagle3", "medusa") else 1
-    unrolled = depths if plan.method == "eagle3" else 1
-    judged = depths if plan.method == "medusa" else 1  # unrolled tokens are judged by the same laws of the target
+    record = plan.record
+    depths = plan.steps if record.depths in (UNROLLED, HEADS) else 1
+    unrolled = depths if record.depths == UNROLLED else 1
+    judged = depths if record.depths == HEADS else 1  # unrolled tokens are judged by the same laws of the target
     # a head of its own: forward, and the gradients of states and weights; the target's: without those of weights
-    own = 6.0 * sizes.head * (1 if plan.method in ("medusa", "distill") else depths)
+    own = 6.0 * sizes.head * unrolled
     head = own if sizes.head else 4.0 * hidden * vocab * depths
     return {
         TARGET: 2.0 * sizes.target_body,

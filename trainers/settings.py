@@ -7,7 +7,7 @@ import json
 from argparse import SUPPRESS
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from inspect import signature
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
@@ -17,14 +17,11 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_specgen.chats import read_settings
-from hf_specgen.checkpoints.config import DrafterConfig
+from hf_specgen.checkpoints.methods import checkpoint_methods, config_class, field_names, methods
 from hf_specgen.errors import SpecGenError, reason_of
-from hf_specgen.loading import classes_of
 from hf_specgen.trainers.base import DrafterTrainer, DrafterTrainingArguments
 
-METHODS = ("medusa", "eagle", "eagle3", "distill")
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_REDUCING = ("medusa", "eagle3")  # have heads of their own, which may cover fewer ids
 _SHOWN = {
     *("output_dir", "learning_rate", "num_train_epochs", "max_steps", "per_device_train_batch_size", "warmup_steps"),
     *("gradient_accumulation_steps", "eval_strategy", "eval_steps", "save_strategy", "save_steps", "bf16", "use_cpu"),
@@ -100,7 +97,7 @@ class TrainOptions:
             found = json.loads(self.drafter_config or "{}")
         except ValueError as error:
             raise SpecGenError(f"--drafter_config {self.drafter_config} is no JSON: {reason_of(error)}.") from error
-        known = set(signature(DrafterConfig.__init__).parameters) - {"self", "kwargs"}
+        known = set(field_names())
         unknown = sorted(set(found) - known) if isinstance(found, dict) else [str(found)]
         if unknown:
             raise SpecGenError(
@@ -121,19 +118,24 @@ class Job:
         """Refuse combinations that would fail later, or be ignored. Raises: ``SpecGenError``."""
         options = self.options
         args = self.args
-        distils = self.method == "distill"
+        method = methods()[self.method]
+        distils = method.config is None
         if distils and options.init_from is None:
             raise SpecGenError("--init_from is required: the small language model that learns from the target.")
         if distils and options.features is not None:
             raise SpecGenError(
-                "--features is for medusa, eagle and eagle3: a small model learns next to its target. Give --data."
+                f"--features is for {', '.join(checkpoint_methods())}: a small model learns next to its target. Give "
+                "--data."
             )
         if options.features is not None and options.eval_data is not None:
             raise SpecGenError("--eval_data beside --features: no hidden states are kept of those texts. Leave it out.")
-        if args.draft_vocab_size is not None and self.method not in _REDUCING:
-            raise SpecGenError(f"--draft_vocab_size is for {' and '.join(_REDUCING)}: {self.method} has no such head.")
+        if args.draft_vocab_size is not None and not method.learns_vocabulary:
+            able = [name for name, other in methods().items() if other.learns_vocabulary]
+            raise SpecGenError(f"--draft_vocab_size is for {' and '.join(able)}: {self.method} has no such head.")
         if (options.init_from or distils) and (args.draft_vocab_size is not None or options.drafter_settings()):
             raise SpecGenError("--draft_vocab_size and --drafter_config are for new drafters: --init_from has its own.")
+        if not distils:
+            config_class(self.method).check_fields(options.drafter_settings())
         if options.streaming and args.max_steps < 1:
             raise SpecGenError("--streaming needs --max_steps: the length of a stream is not known.")
         return self
@@ -147,10 +149,10 @@ class _Parser(HfArgumentParser):
 
 
 def parts_of(method: str) -> tuple[type[DrafterTrainer], type[DrafterTrainingArguments]]:
-    """Return the trainer of a method, the one in ``trainers/<method>.py``, and its arguments."""
-    home = f"hf_specgen.trainers.{method}"
-    found = [kind for kind in classes_of(home, DrafterTrainer) if kind.__module__ == home]
-    return found[0], get_type_hints(found[0])["args"]
+    """Return the trainer that a method's record names, and its arguments."""
+    module, _, name = methods()[method].trainer.partition(":")
+    kind: type[DrafterTrainer] = vars(import_module(module))[name]
+    return kind, get_type_hints(kind)["args"]
 
 
 def parser_of(method: str, everything: bool = False) -> HfArgumentParser:

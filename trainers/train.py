@@ -17,6 +17,7 @@ from datasets import IterableDataset
 from pyarrow.lib import ArrowInvalid  # type: ignore[import-untyped]
 from transformers import PreTrainedModel, TrainingArguments, set_seed
 
+from hf_specgen.checkpoints.methods import methods
 from hf_specgen.errors import SpecGenError, piped
 from hf_specgen.loading import load_drafter
 from hf_specgen.models.facts import TargetFacts
@@ -27,7 +28,6 @@ from hf_specgen.trainers.metrics import AcceptanceCallback
 from hf_specgen.trainers.report import best_step, figures, told, write_report
 from hf_specgen.trainers.settings import (
     DTYPES,
-    METHODS,
     Job,
     TrainOptions,
     check_folder,
@@ -60,13 +60,13 @@ def main(
     asked = list(sys.argv[1:] if argv is None else argv)
     if not asked or asked[0] in ("-h", "--help"):
         print(
-            f"usage: hf-specgen train {{{','.join(METHODS)}}} --target T --data D --output FOLDER [--config FILE] ..."
+            f"usage: hf-specgen train {{{','.join(methods())}}} --target T --data D --output FOLDER [--config FILE] ..."
         )
         return None
     method = asked[0]
     rest = asked[1:]
-    if method not in METHODS:
-        raise SpecGenError(f"train {method}: one of {', '.join(METHODS)} is required.")
+    if method not in methods():
+        raise SpecGenError(f"train {method}: one of {', '.join(methods())} is required.")
     if "-h" in rest or "--help" in rest or "--help_all" in rest:
         print(parser_of(method, everything="--help_all" in rest).format_help())
         return None
@@ -201,7 +201,7 @@ def make_drafter(job: Job, target: PreTrainedModel, tokenizer: Any, rows: Any) -
     """Return the drafter to train, in float32, and what it starts from, in words."""
     options = job.options
     size = job.args.draft_vocab_size
-    if job.method == "distill":
+    if methods()[job.method].config is None:
         model, _ = open_target(str(options.init_from), torch.float32)
         return model, [public_name(str(options.init_from))]
     if options.init_from is not None:
@@ -229,7 +229,7 @@ def build(job: Job, drafter: Any, target: PreTrainedModel, tokenizer: Any, rows:
     trainer = kind(
         drafter, target, job.args, train_dataset=rows, eval_dataset=held_out, processing_class=tokenizer, **more
     )
-    if job.options.base_model and job.method != "distill":
+    if job.options.base_model and methods()[job.method].config is not None:
         drafter.config.target["name"] = job.options.base_model
     return trainer
 

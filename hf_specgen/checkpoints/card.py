@@ -13,9 +13,9 @@ from typing import Any
 from huggingface_hub import ModelCardData
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from hf_specgen.checkpoints.config import DrafterConfig
+from hf_specgen.checkpoints.config import DrafterConfig, FeatureConfig
 from hf_specgen.checkpoints.formats.base import ReadOptions
-from hf_specgen.checkpoints.formats.vllm_serves import dropped_by_vllm
+from hf_specgen.checkpoints.methods import method_named
 from hf_specgen.checkpoints.opening import Report, open_checkpoint
 from hf_specgen.errors import SpecGenError
 
@@ -26,12 +26,10 @@ BENCH_SCHEMA = "hf_specgen.bench/1"
 TRAINING = "training.json"
 CURVE = "training.png"
 TRAINING_SCHEMA = "hf_specgen.training/1"
-METHODS = {"medusa": "Medusa heads", "eagle": "EAGLE", "eagle3": "EAGLE-3"}
 LOSSY_RULES = ("typical", "threshold")
 OTHER_DRAFTERS = ("prompt-lookup", "small-model", "none")
 POSITIONS = 8  # of a draft that are shown
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
-_NOT_RUN = "Follows the documentation of {0}; the program that wrote this card did not run it."
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,7 @@ def render_card(report: Report, options: CardOptions) -> str:
             summary=_summary(config, target),
             facts=_facts(report, target),
             python=_python(config, name, target),
-            tools=_tools(report, name, target),
+            tools=method_named(config.method).servers(report, name, target or "<the target>"),
             training=_training(options.training),
             measured=[_measured(found) for found in options.bench],
             limits=_limits(report),
@@ -151,7 +149,7 @@ def front_matter(config: DrafterConfig, target: str, options: CardOptions) -> st
 
 def _summary(config: DrafterConfig, target: str) -> str:
     return (
-        f"A drafter for speculative decoding ({METHODS.get(config.method, config.method)}). It proposes tokens that "
+        f"A drafter for speculative decoding ({method_named(config.method).title}). It proposes tokens that "
         f"{f'[{target}](https://huggingface.co/{target})' if target else 'its target'} checks several at a time; what "
         "is written keeps the target's own distribution. It writes no text by itself."
     )
@@ -165,15 +163,11 @@ def _facts(report: Report, target: str) -> list[tuple[str, str]]:
         ("target's revision", _code(config.target.get("revision"))),
         ("target's fingerprint", _code(config.target.get("fingerprint"))),
         ("target's sizes", sizes),
-        ("method", METHODS.get(config.method, config.method)),
+        ("method", method_named(config.method).title),
         ("parameters", f"{report.parameters:,}"),
         ("reads", "; ".join(report.needs[1:])),
     ]
-    if config.method == "medusa":
-        rows.append(("heads", f"{config.num_heads} of {config.num_head_layers} residual block(s)"))
-    else:
-        rows.append(("layers", f"{config.num_hidden_layers} of hidden size {config.hidden_size} ({config.layer_type})"))
-        rows.append(("positions", f"up to {config.max_position_embeddings}"))
+    rows += config.facts.items()
     if config.reduces_vocabulary:
         rows.append(("draft vocabulary", f"{config.draft_vocab_size} of {config.vocab_size} ids"))
     if config.num_tokens:
@@ -207,59 +201,6 @@ def _python(config: DrafterConfig, name: str, target: str) -> list[str]:
         "out = model.generate(**inputs, assistant_model=drafter, max_new_tokens=256)",
         "print(tokenizer.decode(out[0]), out.speculation.mean_acceptance_length)",
     ]
-
-
-def _tools(report: Report, name: str, target: str) -> list[dict[str, Any]]:
-    """Return how to serve the drafter elsewhere: as it lies there where that is read, else converted first."""
-    config = report.config
-    model = target or "<the target>"
-    if config.method == "medusa":
-        return _medusa_tools(config, name, model)
-    if config.reduces_vocabulary and not config.own_head:
-        return []  # no other layout can say it
-    tokens = config.num_tokens or 3
-    first = config.aux_layer_boundaries[:1]
-    pairs = config.method == "eagle3"
-    ours = report.layout == "specgen" and pairs
-    # the default layout is the one that may leave the head to the target
-    place, before = _place(name, ours, ("vllm-speculators" if config.own_head else "specgen") if pairs else "eagle")
-    vllm = [*before, *_vllm_lines(model, config.method, place, tokens)]
-    # SGLang adds one to the layer ids if, and only if, the first is 1: the boundary 1 cannot be told
-    place, before = _place(name, ours and first == [2], "sglang-eagle3" if pairs else "eagle")
-    sglang = [
-        *before,
-        f"python -m sglang.launch_server --model-path {model} --speculative-algorithm {config.method.upper()} \\",
-        f"  --speculative-draft-model-path {place} --speculative-num-steps {tokens} --speculative-eagle-topk 1 \\",
-        f"  --speculative-num-draft-tokens {tokens + 1}",
-    ]
-    served = {"vLLM": not dropped_by_vllm(config), "SGLang": first != [1] and not (pairs and config.fc_bias)}
-    found = {"vLLM": vllm, "SGLang": sglang}
-    return [_tool(title, lines) for title, lines in found.items() if served[title]]
-
-
-def _medusa_tools(config: DrafterConfig, name: str, model: str) -> list[dict[str, Any]]:
-    """Return how to serve heads over all ids; TGI knows no others, and vLLM 0.32.0 documents them and loads none."""
-    if config.reduces_vocabulary:
-        return []
-    lent = "" if config.own_head else f" --target {model}"
-    place, before = _place(name, False, f"medusa-vllm{lent}")
-    vllm = _tool("vLLM", [*before, *_vllm_lines(model, "medusa", place, config.num_heads)])
-    lines = [f"hf-specgen convert {name} out --to medusa{lent}", f"text-generation-launcher --model-id {model} ..."]
-    return [_tool("Text Generation Inference", lines), vllm]
-
-
-def _tool(title: str, lines: list[str]) -> dict[str, Any]:
-    return {"name": title, "text": _NOT_RUN.format(title), "lines": lines}
-
-
-def _vllm_lines(model: str, method: str, place: str, tokens: int) -> list[str]:
-    settings = f"""{{"method": "{method}", "model": "{place}", "num_speculative_tokens": {tokens}}}"""
-    return [f"vllm serve {model} --speculative-config \\", f"  '{settings}'"]
-
-
-def _place(name: str, as_it_is: bool, layout: str) -> tuple[str, list[str]]:
-    """Return what a server is pointed at, and the command before it."""
-    return (name, []) if as_it_is else ("out", [f"hf-specgen convert {name} out --to {layout}"])
 
 
 def _measured(report: Mapping[str, Any]) -> dict[str, Any]:
@@ -461,7 +402,7 @@ def _limits(report: Report) -> list[str]:
         "Acceptance depends on prompts, language, chat template, temperature and context length; it falls where these "
         "differ from training.",
     ]
-    if config.method != "medusa":
+    if isinstance(config, FeatureConfig):
         lines.append(f"It was made for texts of up to {config.max_position_embeddings} tokens.")
     if config.reduces_vocabulary:
         lines.append(

@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,11 @@ from torch import Tensor
 from hf_specgen.checkpoints.config import DrafterConfig
 from hf_specgen.checkpoints.files import CONFIG, HubOptions, Shape, find_files, read_json, read_tensors, weight_files
 from hf_specgen.checkpoints.formats.base import Checkpoint, Layout, Plan, ReadOptions, Source, detect, other_method
+from hf_specgen.checkpoints.methods import field_names
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError
 
 INT_MAPS = ("d2t", "t2d")
-NOT_CHANGED = ("self", "kwargs", "method", "target")
+NOT_CHANGED = ("target",)
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,7 @@ class Report:
         sizes = f"a target of hidden size {config.target_hidden_size} and vocabulary {config.vocab_size}"
         if config.aux_layer_boundaries:
             sizes += f" with at least {max(config.aux_layer_boundaries)} layers"
-        states = "the input of the language-model head"
-        if config.method == "eagle3":
-            streams = ", ".join(map(str, config.aux_layer_boundaries)) or "chosen by the target's depth"
-            states = f"the residual streams after layers {streams}"
-        lent = [] if config.own_embedding or config.method == "medusa" else ["its token embedding"]
-        lent += [] if config.own_head else ["its language-model head"]
-        return (sizes, f"its hidden states: {states}", *lent)
+        return (sizes, f"its hidden states: {config.states_read}", *config.lent)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -59,7 +53,8 @@ class Report:
             "needs": list(self.needs),
             "notes": list(self.notes),
             "warnings": list(self.warnings),
-            "config": {"method": self.config.method, **plain},
+            "config": {**plain, "method": self.config.method},
+            "size": self.config.size,
         }
 
     def __str__(self) -> str:
@@ -131,7 +126,7 @@ def check_overrides(asked: Mapping[str, Any]) -> None:
             "trust_remote_code: nothing of a drafter's repository is ever executed; every known layout is read by "
             "code of this library. Leave it out."
         )
-    known = [name for name in signature(DrafterConfig.__init__).parameters if name not in NOT_CHANGED]
+    known = [name for name in field_names() if name not in NOT_CHANGED]
     unknown = sorted(set(asked) - set(known))
     if unknown:
         raise SpecGenError(
@@ -142,8 +137,9 @@ def check_overrides(asked: Mapping[str, Any]) -> None:
 
 
 def overridden(config: DrafterConfig, overrides: Mapping[str, Any]) -> DrafterConfig:
-    """Return a copy of a configuration with the caller's fields."""
+    """Return a copy of a configuration with the caller's fields. Raises: ``SpecGenError`` for another method's."""
     changed = copy.deepcopy(config)
+    config.check_fields(overrides)
     for name, value in overrides.items():
         setattr(changed, name, value)
     return changed

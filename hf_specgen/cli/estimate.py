@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,16 +13,7 @@ if TYPE_CHECKING:
     from hf_specgen.trainers.estimate import Estimate, Sizes, TrainingPlan
 
 
-class TrainedMethod(str, Enum):
-    """Name a training method."""
-
-    medusa = "medusa"
-    eagle = "eagle"
-    eagle3 = "eagle3"
-    distill = "distill"
-
-
-MethodName = Annotated[TrainedMethod, typer.Option("--method", help="What is trained.")]
+MethodName = Annotated[str, typer.Option("--method", help="What is trained: a METHOD of hf-specgen train.")]
 Data = Annotated[str | None, typer.Option("--data", help="Count this data set: a file, a folder, or an id on the Hub.")]
 Split = Annotated[str, typer.Option(help="The split of --data.")]
 Tokens = Annotated[float | None, typer.Option(min=1, help="Or say how many tokens there are, such as 3e6.")]
@@ -48,7 +38,7 @@ Bf16 = Annotated[bool, typer.Option("--bf16", help="Measure the drafter's speed 
 
 def estimate(  # noqa: PLR0913 - one parameter a flag
     target: options.Target = "demo",
-    method: MethodName = TrainedMethod.eagle3,
+    method: MethodName = "eagle3",
     data: Data = None,
     split: Split = "train",
     tokens: Tokens = None,
@@ -71,6 +61,7 @@ def estimate(  # noqa: PLR0913 - one parameter a flag
 ) -> None:
     """Tell what memory, disk, time and tokens a training plan needs, from configurations alone: no weights are read."""
     from hf_specgen.chats import read_settings
+    from hf_specgen.checkpoints.methods import usual_steps
     from hf_specgen.trainers import estimate as work
 
     template = read_settings(chat_template_kwargs, "--chat-template-kwargs")
@@ -82,12 +73,11 @@ def estimate(  # noqa: PLR0913 - one parameter a flag
         raise SpecGenError("--chat-template-kwargs has no effect without --data. Leave it out.")
     else:
         found = _said(tokens, supervised_share, row_length)
-    unrolled = steps or (4 if method is TrainedMethod.medusa else 7)
     plan = work.TrainingPlan(
-        method.value,
+        method,
         *found,
         epochs=epochs,
-        steps=unrolled,
+        steps=steps or usual_steps(method),
         draft_vocab_size=draft_vocab_size,
         max_length=max_length,
         batch=batch_size,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,19 +11,10 @@ from hf_specgen.cli import options
 from hf_specgen.cli.options import Dtype, Rule
 from hf_specgen.errors import SpecGenError
 
-
-class FeatureMethod(str, Enum):
-    """Name a method by the hidden states that its drafters read."""
-
-    medusa = "medusa"
-    eagle = "eagle"
-    eagle3 = "eagle3"
-
-
 Out = Annotated[Path, typer.Option("--out", help="The folder that is written.", show_default=False)]
 Data = Annotated[str, typer.Option("--data", help="A file, a folder, or an id on the Hub.", show_default=False)]
 Split = Annotated[str, typer.Option(help="The split of --data.")]
-MethodName = Annotated[FeatureMethod, typer.Option("--method", help="What will be trained.")]
+MethodName = Annotated[str, typer.Option("--method", help="What will be trained: a METHOD of hf-specgen train.")]
 InitFrom = Annotated[
     str | None, typer.Option("--init-from", help="The drafter that training goes on from, in place of --method.")
 ]
@@ -39,7 +29,7 @@ def features(  # noqa: PLR0913 - one parameter a flag
     data: Data,
     out: Out,
     target: options.Target = "demo",
-    method: MethodName = FeatureMethod.eagle3,
+    method: MethodName = "eagle3",
     init_from: InitFrom = None,
     split: Split = "train",
     limit: Annotated[int | None, typer.Option(min=1, help="At most that many rows.")] = None,
@@ -107,14 +97,12 @@ def _known(session: Any, data: str, template: dict[str, Any]) -> tuple[str, dict
     return texts.words, texts.template
 
 
-def _boundaries(session: Any, method: FeatureMethod, init_from: str | None) -> tuple[int, ...]:
-    from hf_specgen.loading import load_drafter
+def _boundaries(session: Any, method: str, init_from: str | None) -> tuple[int, ...]:
+    from hf_specgen.loading import drafter_class, load_drafter
     from hf_specgen.models.facts import TargetFacts
     from hf_specgen.models.taps import FINAL
-    from hf_specgen.trainers.warm_start import default_boundaries
 
     if init_from is not None:
         return tuple(load_drafter(init_from, session.model).hidden_layers)
-    if method is FeatureMethod.eagle3:
-        return default_boundaries(TargetFacts.of(session.model).num_layers)
-    return (FINAL,)
+    fields = drafter_class(method).usual_fields(TargetFacts.of(session.model))
+    return tuple(fields.get("aux_layer_boundaries", ())) or (FINAL,)

@@ -112,21 +112,9 @@ def _show(found: dict[str, Any]) -> None:
         table.add_row("tensors", str(found["tensors"]))
     if "parameters" in found:
         table.add_row("parameters", f"{found['parameters']:,}")
-        table.add_row("sizes", _sizes(found["config"]))
+        table.add_row("sizes", found["size"])
     for label, key in (("needs", "needs"), ("decided", "notes"), ("warning", "warnings")):
         for line in found.get(key, ()):
             table.add_row(label, line)
     table.add_row("refused" if found["refused"] else "loads", found["refused"] or "yes: hf_specgen.load_drafter")
     out().print(table)
-
-
-def _sizes(config: dict[str, Any]) -> str:
-    if config["method"] == "medusa":
-        return f"{config['num_heads']} heads of hidden size {config['hidden_size']}"
-    width = config["hidden_size"]
-    heads = config["num_attention_heads"]
-    return (
-        f"{config['num_hidden_layers']} layer(s), hidden size {width}, {heads} heads ({config['num_key_value_heads']} "
-        f"for keys) of {config['head_dim']}, MLP {config['intermediate_size']}, vocabulary {config['draft_vocab_size']}"
-        f" of {config['vocab_size']}"
-    )

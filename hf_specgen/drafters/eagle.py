@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_specgen.checkpoints.config import DrafterConfig
+from hf_specgen.checkpoints.config import FeatureConfig
+from hf_specgen.checkpoints.methods import Method
+from hf_specgen.checkpoints.serving import eagle_servers
 from hf_specgen.drafting.borrowed import TargetParts
 from hf_specgen.drafting.features import FeatureDrafter
 from hf_specgen.drafting.layers import DraftLayer, Masks
 from hf_specgen.drafting.learned import Objective, TrainingOutput
 from hf_specgen.drafting.unrolling import Lesson, chosen, drafted, judge, weighted
 from hf_specgen.errors import SpecGenError
+from hf_specgen.models.facts import TargetFacts
 from hf_specgen.models.slot_cache import SlotCache
 from hf_specgen.models.taps import FINAL
+
+
+class EagleConfig(FeatureConfig):
+    """Describe an EAGLE-1 drafter: its layers stand between the target's embedding and the target's head."""
+
+    method = "eagle"
+    architecture = "LlamaForCausalLMEagle"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Say which features are read and how they are joined."""
+        return ("target layers: what the head reads, after the last norm", f"fc: bias {self.fc_bias}")
+
+    @property
+    def served_flags(self) -> dict[str, Any]:
+        """Return what SafeAILab's loader reads: it takes an absent ``bias`` for true."""
+        return {"bias": self.fc_bias, "qkv_bias": self.attention_bias}
 
 
 class EagleDrafter(FeatureDrafter):
@@ -24,10 +46,12 @@ class EagleDrafter(FeatureDrafter):
     Source: Li et al. 2024, "EAGLE: speculative sampling requires rethinking feature uncertainty", and EAGLE-2.
     """
 
+    config_class = EagleConfig
+    config: EagleConfig
     method = "eagle"
     hidden_layers = (FINAL,)
 
-    def __init__(self, config: DrafterConfig) -> None:
+    def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
         if config.own_head or config.target_hidden_size != config.hidden_size:
             raise SpecGenError(
@@ -44,6 +68,11 @@ class EagleDrafter(FeatureDrafter):
         if config.reduces_vocabulary:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         self.post_init()
+
+    @classmethod
+    def usual_fields(cls, facts: TargetFacts, steps: int | None = None) -> dict[str, Any]:
+        """Return that the head is the target's."""
+        return {"own_head": False}
 
     def forward(  # noqa: PLR0913 - one lesson, as the trainer's batch names its parts
         self,
@@ -110,3 +139,13 @@ class EagleDrafter(FeatureDrafter):
     def logits(self, states: Tensor, parts: TargetParts | None = None) -> Tensor:
         """Let the target's head read the foretold features."""
         return self.score(states, parts)[..., : self.config.vocab_size]
+
+
+METHOD = Method(
+    name="eagle",
+    title="EAGLE",
+    drafter=EagleDrafter,
+    config=EagleConfig,
+    trainer="hf_specgen.trainers.eagle:EagleTrainer",
+    servers=eagle_servers,
+)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from hf_specgen.checkpoints.config import DrafterConfig
+from hf_specgen.checkpoints.config import FeatureConfig
+from hf_specgen.checkpoints.formats.eagle3_common import norm_line, served_flags
+from hf_specgen.checkpoints.methods import UNROLLED, Method
+from hf_specgen.checkpoints.serving import eagle3_servers
 from hf_specgen.drafting.borrowed import TargetParts
 from hf_specgen.drafting.features import FeatureDrafter
 from hf_specgen.drafting.layers import DraftLayer, LayerClasses, Masks, PairLayer
 from hf_specgen.drafting.learned import Objective, TrainingOutput
 from hf_specgen.drafting.unrolling import Lesson, unroll
+from hf_specgen.drafting.warm_start import default_boundaries
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError
 from hf_specgen.models.facts import TargetFacts
 from hf_specgen.models.slot_cache import SlotCache
@@ -19,18 +25,71 @@ _FUSED = 3
 _LEAST_LAYERS = 7  # with fewer the three default boundaries are not distinct
 
 
-class Eagle3Drafter(FeatureDrafter):
-    """Draft with EAGLE-3: low, middle and high features of the target are fused, own states are fed back.
+class Eagle3Config(FeatureConfig):
+    """Describe an EAGLE-3 drafter: which norms stand where, beside the layers and the boundaries it reads.
 
-    ``config.norm_before_fc`` norms the joined features, ``fc_norm`` each of them; ``norm_before_residual`` starts the
-    residual stream at the normed feature; ``norm_output`` feeds back the normed state. Without
-    ``aux_layer_boundaries`` they are (2, n // 2, n - 3) of the target's n layers.
-    Source: Li et al. 2025, "EAGLE-3: scaling up inference acceleration of LLMs via training-time test".
+    ``norm_before_fc`` norms the joined features, ``fc_norm`` each of them; ``norm_before_residual`` starts the
+    residual stream at the normed feature; ``norm_output`` feeds back the normed state.
     """
 
     method = "eagle3"
+    architecture = "LlamaForCausalLMEagle3"
 
-    def __init__(self, config: DrafterConfig) -> None:
+    def __init__(
+        self,
+        method: str | None = None,
+        norm_before_residual: bool = False,
+        norm_before_fc: bool = False,
+        fc_norm: bool = False,
+        norm_output: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self.norm_before_residual = norm_before_residual
+        self.norm_before_fc = norm_before_fc
+        self.fc_norm = fc_norm
+        self.norm_output = norm_output
+        super().__init__(method, **kwargs)
+
+    @property
+    def states_read(self) -> str:
+        """Say which residual streams the drafter reads."""
+        streams = ", ".join(map(str, self.aux_layer_boundaries)) or "chosen by the target's depth"
+        return f"the residual streams after layers {streams}"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Say which streams are read, and which norms there are."""
+        stated = self.aux_layer_boundaries or "(2, n // 2, n - 3) of the target's n, once it is known"
+        return (f"target layers: boundaries {stated}, as the config states", norm_line(self))
+
+    @property
+    def served_as(self) -> str:
+        """Return what engines may take the drafter for; SGLang has no name for Qwen3's layers, vLLM has one."""
+        known = super().served_as
+        if known != self.architecture:
+            return known
+        if self.dropped_by_vllm:
+            return FeatureConfig.architecture
+        return "Eagle3Qwen3ForCausalLM" if self.layer_type == "qwen3" else known
+
+    @property
+    def served_flags(self) -> dict[str, Any]:
+        """Return what SGLang and vLLM read beside the layers' settings."""
+        return served_flags(self)
+
+
+class Eagle3Drafter(FeatureDrafter):
+    """Draft with EAGLE-3: low, middle and high features of the target are fused, own states are fed back.
+
+    Without ``aux_layer_boundaries`` they are (2, n // 2, n - 3) of the target's n layers.
+    Source: Li et al. 2025, "EAGLE-3: scaling up inference acceleration of LLMs via training-time test".
+    """
+
+    config_class = Eagle3Config
+    config: Eagle3Config
+    method = "eagle3"
+
+    def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config)
         _check(config)
         hidden = config.hidden_size
@@ -56,6 +115,11 @@ class Eagle3Drafter(FeatureDrafter):
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
             self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
         self.post_init()
+
+    @classmethod
+    def usual_fields(cls, facts: TargetFacts, steps: int | None = None) -> dict[str, Any]:
+        """Return which residual streams of a target are read."""
+        return {"aux_layer_boundaries": list(default_boundaries(facts.num_layers))}
 
     def forward(  # noqa: PLR0913 - one lesson, as the trainer's batch names its parts
         self,
@@ -141,7 +205,7 @@ class Eagle3Drafter(FeatureDrafter):
         return normed
 
 
-def _check(config: DrafterConfig) -> None:
+def _check(config: Eagle3Config) -> None:
     """Refuse a configuration that contradicts itself."""
     taken = config.aux_layer_boundaries
     reasons = {
@@ -158,3 +222,15 @@ def _check(config: DrafterConfig) -> None:
     for reason, holds in reasons.items():
         if holds:
             raise SpecGenError(f"method 'eagle3' got {reason}.")
+
+
+METHOD = Method(
+    name="eagle3",
+    title="EAGLE-3",
+    drafter=Eagle3Drafter,
+    config=Eagle3Config,
+    trainer="hf_specgen.trainers.eagle3:Eagle3Trainer",
+    depths=UNROLLED,
+    learns_vocabulary=True,
+    servers=eagle3_servers,
+)

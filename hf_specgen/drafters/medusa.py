@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specgen.checkpoints.config import DrafterConfig
+from hf_specgen.checkpoints.methods import HEADS, Method
+from hf_specgen.checkpoints.serving import medusa_servers
 from hf_specgen.drafting.borrowed import TargetParts
 from hf_specgen.drafting.drafter import Call
 from hf_specgen.drafting.fill import LevelModel, LevelSession
@@ -25,6 +27,53 @@ from hf_specgen.models.wrappers import bare, input_device
 from hf_specgen.round.records import Round
 
 _HUB = ("revision", "token", "cache_dir", "local_files_only")
+
+
+class MedusaConfig(DrafterConfig):
+    """Describe Medusa heads: how many, of how many residual blocks, with or without biases and heads of their own."""
+
+    method = "medusa"
+    architecture = "MedusaDrafter"
+    embeds_tokens = False
+
+    def __init__(
+        self,
+        method: str | None = None,
+        num_heads: int = 0,
+        num_head_layers: int = 1,
+        head_bias: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        self.num_heads = num_heads
+        self.num_head_layers = num_head_layers
+        self.head_bias = head_bias
+        super().__init__(method, **kwargs)
+
+    @property
+    def deepest(self) -> int | None:
+        """Return the number of heads: each guesses one token."""
+        return self.num_heads or None
+
+    @property
+    def size(self) -> str:
+        """Say in a line how large the drafter is."""
+        return f"{self.num_heads} heads of hidden size {self.hidden_size}"
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """Return what a model card lists of the heads."""
+        return {"heads": f"{self.num_heads} of {self.num_head_layers} residual block(s)"}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Say how many heads there are."""
+        return (f"{self.num_heads} heads of {self.num_head_layers} residual blocks",)
+
+    @property
+    def head_names(self) -> tuple[str, ...]:
+        """Return the name of every head's last matrix, none where they end in the target's head."""
+        heads = range(self.num_heads) if self.own_head else ()
+        return tuple(f"{head}.{self.num_head_layers}.weight" for head in heads)
 
 
 class ResBlock(nn.Module):
@@ -51,10 +100,12 @@ class MedusaDrafter(LearnedDrafter):
     Source: Cai et al. 2024, "Medusa: simple LLM inference acceleration framework with multiple decoding heads".
     """
 
+    config_class = MedusaConfig
+    config: MedusaConfig
     method = "medusa"
     hidden_layers = (FINAL,)
 
-    def __init__(self, config: DrafterConfig) -> None:
+    def __init__(self, config: MedusaConfig) -> None:
         super().__init__(config)
         if config.num_heads < 1 or not (config.own_head or config.num_head_layers):
             raise IncompatibleDrafter(
@@ -88,7 +139,7 @@ class MedusaDrafter(LearnedDrafter):
         width = min(facts.vocab_size, logits_width(target))
         known = torch.arange(width) if ids is None else ids.cpu().sort().values
         sizes |= {"draft_vocab_size": len(known), "num_heads": num_heads}
-        drafter = cls(DrafterConfig(cls.method, **{**sizes, **settings})).to(input_device(target))
+        drafter = cls(MedusaConfig(**{**sizes, **settings})).to(input_device(target))
         drafter.attach(target)
         with torch.no_grad():
             for name, parameter in drafter.named_parameters():
@@ -96,6 +147,20 @@ class MedusaDrafter(LearnedDrafter):
             for offsets in drafter.buffers():
                 offsets.copy_(known - torch.arange(len(known)))
         return drafter
+
+    @classmethod
+    def usual_fields(cls, facts: TargetFacts, steps: int | None = None) -> dict[str, Any]:
+        """Return how many heads there are."""
+        return {"num_heads": steps or METHOD.usual_steps}
+
+    @classmethod
+    def new(
+        cls, target: PreTrainedModel, ids: Tensor | None = None, warm: bool = True, **settings: Any
+    ) -> tuple[MedusaDrafter, list[str]]:
+        """Build heads as ``for_target`` does, see ``LearnedDrafter``; they have no other beginning than a warm one."""
+        fields = {**cls.usual_fields(TargetFacts.of(target)), **settings}
+        heads = cls.for_target(target, ids=ids, **fields)
+        return heads.float().cpu(), [f"{fields['num_heads']} heads that start as the target's own"]
 
     @classmethod
     def with_target(cls, name: str | Path, **settings: Any) -> tuple[PreTrainedModel, MedusaDrafter]:
@@ -296,3 +361,16 @@ def _head_rows(parts: TargetParts, ids: Tensor) -> Tensor:
             f"{head.dtype}): an unquantised head is required. Load the target unquantised, or pass own_head=False."
         )
     return whole(head.detach())[ids.to(head.device)] * parts.scale
+
+
+METHOD = Method(
+    name="medusa",
+    title="Medusa heads",
+    drafter=MedusaDrafter,
+    config=MedusaConfig,
+    trainer="hf_specgen.trainers.medusa:MedusaTrainer",
+    depths=HEADS,
+    usual_steps=4,
+    learns_vocabulary=True,
+    servers=medusa_servers,
+)

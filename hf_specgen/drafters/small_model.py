@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from hf_specgen.checkpoints.methods import Method
 from hf_specgen.drafting.drafter import Call, Drafter
 from hf_specgen.drafting.fill import Level, LevelModel, LevelSession
 from hf_specgen.drafting.lengths import DraftSettings, Habits
@@ -188,3 +189,11 @@ def check_vocabularies(target: PreTrainedTokenizerBase, draft: PreTrainedTokeniz
                 "token-to-string map "
                 "is required. Use a drafter of the target's own family, or PromptLookup()."
             )
+
+
+METHOD = Method(
+    name="distill",
+    title="small language model",
+    drafter=SmallModel,
+    trainer="hf_specgen.trainers.distill:DistillTrainer",
+)

@@ -7,12 +7,14 @@ and pair i foretells token i + 2. Pairs of accepted tokens are always fed again 
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from hf_specgen import ops
-from hf_specgen.checkpoints.config import DrafterConfig
+from hf_specgen.checkpoints.config import FeatureConfig
 from hf_specgen.drafting.borrowed import TargetParts
 from hf_specgen.drafting.drafter import Call
 from hf_specgen.drafting.fill import Level, LevelModel, LevelSession
@@ -21,10 +23,13 @@ from hf_specgen.drafting.learned import LearnedDrafter
 from hf_specgen.drafting.lengths import DraftSettings, Habits
 from hf_specgen.drafting.pair_cache import PairCache
 from hf_specgen.drafting.shapes import DynamicShape, Shape, StaticShape
+from hf_specgen.drafting.warm_start import Layered, cover, warm_start
 from hf_specgen.errors import IncompatibleDrafter
-from hf_specgen.models.facts import LAYER_OVERHEAD, TOKEN_OVERHEAD
+from hf_specgen.models.facts import LAYER_OVERHEAD, TOKEN_OVERHEAD, TargetFacts, logits_width
 from hf_specgen.models.slot_cache import SlotCache
 from hf_specgen.round.records import Round
+
+AnyFeature = TypeVar("AnyFeature", bound="FeatureDrafter")
 
 _LONGEST = 8
 _CONSTANT = 4
@@ -39,10 +44,32 @@ class FeatureDrafter(LearnedDrafter):
     ``confidence`` ends a row of a chain where the best token's probability is lower.
     """
 
-    def __init__(self, config: DrafterConfig) -> None:
+    config: FeatureConfig
+
+    def __init__(self, config: FeatureConfig) -> None:
         super().__init__(config)
         self.layer_config = config.layer_config()
         self.rotary = Rotary(self.layer_config, config.layer_type)
+
+    @classmethod
+    def new(
+        cls: type[AnyFeature], target: PreTrainedModel, ids: Tensor | None = None, warm: bool = True, **settings: Any
+    ) -> tuple[AnyFeature, list[str]]:
+        """Build a drafter with layers of the target's sizes, and weights where those fit, see ``LearnedDrafter``.
+
+        Raises: ``SpecGenError`` for settings that build none.
+        """
+        facts = TargetFacts.of(target)
+        fields = Layered.of(target).sizes(target) | cls.usual_fields(facts)
+        fields |= {"vocab_size": facts.vocab_size, "target_hidden_size": facts.hidden_size, "target": facts.to_dict()}
+        if fields.get("own_head", True):
+            if ids is None and logits_width(target) < facts.vocab_size:
+                ids = torch.arange(logits_width(target))  # a head may have fewer rows than there are ids
+            fields["draft_vocab_size"] = facts.vocab_size if ids is None else len(ids)
+        drafter = cls(cls.config_class(**{**fields, **settings}))
+        cover(drafter, ids)
+        drafter.float()
+        return drafter, warm_start(drafter, target) if warm else ["random weights"]
 
     @abstractmethod
     def fuse(self, hidden: tuple[Tensor, ...]) -> Tensor:

@@ -88,7 +88,7 @@ class LearnedDrafter(PreTrainedModel, Drafter):
     ``from_pretrained`` reads any known layout, ``push_to_hub`` adds a model card.
     """
 
-    config_class = DrafterConfig
+    config_class: type[Any] = DrafterConfig
     config: DrafterConfig
     base_model_prefix = ""
     main_input_name = "input_ids"
@@ -280,7 +280,7 @@ class LearnedDrafter(PreTrainedModel, Drafter):
             )
         if target is not None:
             check_fit(opened.config, opened.options.target)
-        skeleton(cls, opened.config)  # what the class refuses is refused before weights are read
+        cls.skeleton(opened.config)  # what the class refuses is refused before weights are read
         found = opened.read()
         if target is not None:
             found = borrow_embedding(found, target.get_input_embeddings().weight)
@@ -292,6 +292,45 @@ class LearnedDrafter(PreTrainedModel, Drafter):
         if target is not None:
             drafter.attach(target)
         return drafter
+
+    @classmethod
+    def usual_fields(cls, facts: TargetFacts, steps: int | None = None) -> dict[str, Any]:
+        """Return the fields that a new drafter of the method has, beside the sizes of its target.
+
+        ``steps``: how far a draft is to reach, where the drafter's build bounds it; None: as usual.
+        """
+        return {}
+
+    @classmethod
+    def new(
+        cls: type[AnyLearned], target: PreTrainedModel, ids: Tensor | None = None, warm: bool = True, **settings: Any
+    ) -> tuple[AnyLearned, list[str]]:
+        """Build a drafter to train, in float32 on the CPU; here with random weights, whatever ``warm`` asks for.
+
+        ``ids (V_draft)``: the target's ids that it covers, None for all. ``warm``: begin with the target's weights.
+        ``settings`` go to the configuration. Returns: the drafter, and in words what was taken from the target.
+        Raises: ``SpecGenError`` for settings that build none, or ``ids`` where the method covers all.
+        """
+        if ids is not None:
+            raise SpecGenError(f"ids= was given: new drafters of method {cls.method!r} cover all ids. Leave it out.")
+        facts = TargetFacts.of(target)
+        fields = {"hidden_size": facts.hidden_size, "vocab_size": facts.vocab_size, "target": facts.to_dict()}
+        config = cls.config_class(**{**fields, **cls.usual_fields(facts), **settings})
+        return cls(config).float(), ["random weights"]
+
+    @classmethod
+    def skeleton(cls: type[AnyLearned], config: DrafterConfig) -> AnyLearned:
+        """Build a drafter without memory. Raises: ``IncompatibleDrafter`` for settings that build none."""
+        try:
+            with torch.device("meta"):
+                return cls(config)
+        except SpecGenError:
+            raise
+        except (KeyError, ValueError, TypeError, RuntimeError, StrictDataclassError) as error:
+            raise IncompatibleDrafter(
+                f"the config of the checkpoint builds no {cls.__name__}: {type(error).__name__}: {reason_of(error)}. "
+                "Get it anew."
+            ) from error
 
     def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
         """Write config and weights; ``state_dict=`` replaces the weights (as ``Trainer`` asks)."""
@@ -352,7 +391,7 @@ def assemble(kind: type[AnyLearned], found: Checkpoint, dtype: torch.dtype, devi
 
     Raises: ``IncompatibleDrafter`` when names or shapes are not the module's.
     """
-    drafter = skeleton(kind, found.config)
+    drafter = kind.skeleton(found.config)
     tensors = {
         name: tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)
         for name, tensor in found.tensors.items()
@@ -366,20 +405,6 @@ def assemble(kind: type[AnyLearned], found: Checkpoint, dtype: torch.dtype, devi
         raise IncompatibleDrafter(f"{kind.__name__} has tensors that no checkpoint holds: {', '.join(empty)}.")
     drafter.config.dtype = dtype
     return drafter.eval()
-
-
-def skeleton(kind: type[AnyLearned], config: DrafterConfig) -> AnyLearned:
-    """Build a drafter without memory. Raises: ``IncompatibleDrafter`` for settings that build none."""
-    try:
-        with torch.device("meta"):
-            return kind(config)
-    except SpecGenError:
-        raise
-    except (KeyError, ValueError, TypeError, RuntimeError, StrictDataclassError) as error:
-        raise IncompatibleDrafter(
-            f"the config of the checkpoint builds no {kind.__name__}: {type(error).__name__}: {reason_of(error)}. "
-            "Get it anew."
-        ) from error
 
 
 def borrow_embedding(found: Checkpoint, weight: Tensor) -> Checkpoint:
@@ -419,9 +444,8 @@ def dtype_named(dtype: torch.dtype | str | None, tensors: Mapping[str, Tensor]) 
 
 def check_drafts(config: DrafterConfig) -> None:
     """Check how a drafter is told to draft. Raises: ``SpecGenError`` for a ``tree`` or ``num_tokens`` that is none."""
-    deepest = config.num_heads if config.method == "medusa" and config.num_heads > 0 else None
     with torch.device("cpu"):  # a drafter may be built without memory
-        parse_shape(config.tree, StaticShape.chain(1), deepest)
+        parse_shape(config.tree, StaticShape.chain(1), config.deepest)
     number: object = config.num_tokens
     if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
         raise SpecGenError(

@@ -11,7 +11,7 @@ from support_formats import LLAMA31_EAGLE3, shapes_only
 
 from hf_specgen.checkpoints.config import DrafterConfig
 from hf_specgen.checkpoints.formats.base import Plan, ReadOptions, Source, detect
-from hf_specgen.checkpoints.formats.shapes import state_shapes
+from hf_specgen.checkpoints.methods import state_shapes
 from hf_specgen.drafters.eagle import EagleDrafter
 from hf_specgen.drafters.eagle3 import Eagle3Drafter
 from hf_specgen.drafters.medusa import MedusaDrafter

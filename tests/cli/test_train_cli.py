@@ -137,7 +137,7 @@ def test_a_yaml_file_holds_arguments_and_the_line_wins(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["forest"], "one of medusa, eagle, eagle3, distill"),
+        (["forest"], "one of eagle, eagle3, medusa, distill"),
         (["eagle3", "--target", "t", "--data", "d"], "--output FOLDER is required"),
         (["eagle3", "--target", "t", "--output", "o"], "--data is required: texts"),
         (["eagle3", "--target", "t", "--data", "d", "--output", "o", "--streaming"], "--streaming needs --max_steps"),

@@ -120,7 +120,7 @@ class EagleMath:
         """Return what every pair feeds to the next step, ``(P, H)``; ``sees[q, k]``: pair q attends to pair k."""
         name, y = self.before_mlp(tokens, features, positions, sees)
         z = y + self.mlp(name, y)
-        return self.norm("norm", z) if self.config.norm_output else z
+        return self.norm("norm", z) if self.config.to_dict().get("norm_output") else z
 
     def logits(self, states: Tensor) -> Tensor:
         """Return logits over the draft vocabulary; EAGLE-1 has no norm before its head."""

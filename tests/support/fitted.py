@@ -139,12 +139,13 @@ def fit_eagle(config: DrafterConfig, state: State, model: PreTrainedModel, texts
         features, order = maths.feature(streams[:-1] or streams), torch.arange(len(text) - 2)
         pairs = torch.tensor(text[1:-1]), features[:-2], order, order[:, None] >= order
         rows.append((pairs, features[1:-1], text[2:]))
-    if not config.norm_output:
+    norm_output = config.to_dict().get("norm_output", False)  # of EAGLE-3 alone
+    if not norm_output:
         solve_mlp(maths, rows, 0 if config.own_head else wrong)
     if config.own_head:
         ids = kept_ids(texts, config.vocab_size) if config.reduces_vocabulary else list(range(config.vocab_size))
         states = torch.cat([maths.states(*pairs) for pairs, _, _ in rows])
-        x = states if config.norm_output else maths.norm("norm", states)
+        x = states if norm_output else maths.norm("norm", states)
         state["lm_head.weight"] = known(x, [token for _, _, after in rows for token in after], ids, wrong)
     state |= {name: value for name, value in maths.state.items() if name != "lm_head.weight"}
 

@@ -12,16 +12,10 @@ from transformers import PreTrainedModel
 
 from hf_specgen.drafters.eagle3 import Eagle3Drafter
 from hf_specgen.drafting.features import FeatureDrafter
+from hf_specgen.drafting.warm_start import cover, covered, norm_scale
 from hf_specgen.errors import SpecGenError
 from hf_specgen.models.taps import Taps
-from hf_specgen.trainers.warm_start import (
-    always_covered,
-    cover,
-    covered,
-    default_boundaries,
-    new_drafter,
-    norm_scale,
-)
+from hf_specgen.trainers.warm_start import always_covered, default_boundaries, new_drafter
 
 SOME = torch.tensor([3, 7, 8, 20, 41, 63])
 

@@ -25,18 +25,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_specgen.bench.report import write_atomic
 from hf_specgen.checkpoints.config import DrafterConfig
-from hf_specgen.drafters.eagle import EagleDrafter
-from hf_specgen.drafters.eagle3 import Eagle3Drafter
-from hf_specgen.drafters.medusa import MedusaDrafter
 from hf_specgen.drafting.drafter import Call, Drafter, Reads, Session
 from hf_specgen.drafting.learned import LearnedDrafter
 from hf_specgen.errors import SpecGenError
 from hf_specgen.generate import SpeculativeDecoding
+from hf_specgen.loading import drafter_class
 from hf_specgen.measure.machine import describe_machine
 from hf_specgen.round.records import Draft, Round
 
 SCHEMA = "hf_specgen.bench.dev.drafting/1"
-CLASSES: dict[str, type[LearnedDrafter]] = {"medusa": MedusaDrafter, "eagle": EagleDrafter, "eagle3": Eagle3Drafter}
 LAYERS = "layers"
 HEADS = "heads"
 # which methods of a drafter are clocked, and as what
@@ -222,6 +219,7 @@ def make_drafter(case: DraftingCase, plan: DraftingPlan) -> LearnedDrafter:
     """Build a random drafter of one layer, or of one block a head."""
     sizes = plan.geometry
     layers = sizes.layers
+    own = {"medusa": {"num_heads": plan.tokens}, "eagle3": {"aux_layer_boundaries": [2, layers // 2, layers - 3]}}
     config = DrafterConfig(
         case.method,
         hidden_size=sizes.hidden,
@@ -231,13 +229,12 @@ def make_drafter(case: DraftingCase, plan: DraftingPlan) -> LearnedDrafter:
         vocab_size=sizes.vocab,
         draft_vocab_size=case.kept or None,
         own_head=case.own_head,
-        num_heads=plan.tokens if case.method == "medusa" else 0,
-        aux_layer_boundaries=[2, layers // 2, layers - 3] if case.method == "eagle3" else None,
+        **own.get(case.method, {}),
         tree=case.tree,
         num_tokens=plan.tokens,
     )
     torch.manual_seed(1)
-    return CLASSES[case.method](config).to(DTYPES[plan.dtype]).eval()
+    return drafter_class(case.method)(config).to(DTYPES[plan.dtype]).eval()
 
 
 @torch.no_grad()

@@ -11,7 +11,6 @@ from torch import Tensor
 from hf_specgen.checkpoints.config import DrafterConfig
 from hf_specgen.checkpoints.formats.base import Checkpoint, Plan, ReadOptions, Source
 from hf_specgen.checkpoints.formats.layer_ids import BOUNDARY, LAYER_OUTPUT, LayerIds, resolve
-from hf_specgen.checkpoints.formats.shapes import DEFAULT_TAKEN
 from hf_specgen.checkpoints.formats.shared import (
     PROBE,
     floats_only,
@@ -30,6 +29,7 @@ from hf_specgen.checkpoints.formats.vocabulary import check_map
 from hf_specgen.errors import IncompatibleDrafter
 
 FIRST = "midlayer."
+DEFAULT_TAKEN = 3  # layers of the target that are read where no ids are listed, by the published rule
 OURS = "aux_layer_boundaries"
 IDS = "eagle_aux_hidden_state_layer_ids"
 ID_NAMES = (IDS, "aux_hidden_state_layer_ids")
@@ -158,7 +158,7 @@ def plan_eagle3(source: Source, options: ReadOptions, reading: Reading) -> Plan:
     if shapes.get("fc.weight", (0, 0))[1] == fields["hidden_size"]:
         warnings.append("fc reads as many features as the drafter is wide: readers that go by width leave it out.")
     config = DrafterConfig(
-        method="eagle3",
+        "eagle3",
         **fields,
         **_features(source, reading, shapes, fields["hidden_size"], len(bounds.value) or DEFAULT_TAKEN),
         **_norms(source, reading, names),

@@ -48,7 +48,7 @@ def plan_eagle(
     settings = {**settings, "num_hidden_layers": fields["num_hidden_layers"]}
     rope, window = rope_and_window(source, settings, fields, options, followed=False)
     config = DrafterConfig(
-        method="eagle",
+        "eagle",
         **fields,
         own_embedding="embed_tokens.weight" in names,
         own_head=False,

@@ -67,7 +67,7 @@ class Heads:
         """Return the drafter's configuration."""
         sizes = {"hidden_size": hidden, "vocab_size": vocab}
         return DrafterConfig(
-            method="medusa",
+            "medusa",
             draft_vocab_size=draft_vocab or vocab,
             num_heads=self.count,
             num_head_layers=self.blocks,

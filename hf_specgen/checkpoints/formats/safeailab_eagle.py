@@ -8,7 +8,7 @@ from hf_specgen.checkpoints.formats.base import Checkpoint, Layout, Plan, ReadOp
 from hf_specgen.checkpoints.formats.eagle3_common import is_eagle3
 from hf_specgen.checkpoints.formats.eagle_common import plan_eagle
 from hf_specgen.checkpoints.formats.shared import layer_settings, short_names, store
-from hf_specgen.checkpoints.formats.vllm_serves import dropped_by_vllm, warn_of_vllm
+from hf_specgen.checkpoints.formats.vllm_serves import warn_of_vllm
 from hf_specgen.errors import IncompatibleDrafter
 
 
@@ -63,7 +63,7 @@ class SafeAILabEagle(Layout):
             del tensors[name]
         warn_of_vllm(config)
         # vLLM puts "Eagle" before the name and takes the first that it knows; without the second it refuses the file
-        served = [] if dropped_by_vllm(config) else ["LlamaForCausalLM"]
+        served = [] if config.dropped_by_vllm else ["LlamaForCausalLM"]
         settings = {
             **layer_settings(checkpoint),
             "architectures": ["LlamaForCausalLMEagle", *served],

@@ -17,7 +17,7 @@ from hf_specgen.checkpoints.config import PART, DrafterConfig
 from hf_specgen.checkpoints.formats.base import Checkpoint, ReadOptions, Source, check_names
 from hf_specgen.checkpoints.formats.found import Found
 from hf_specgen.checkpoints.formats.rope import DEFAULT_BASE, rope_of
-from hf_specgen.checkpoints.formats.shapes import state_shapes
+from hf_specgen.checkpoints.methods import state_shapes
 from hf_specgen.errors import IncompatibleDrafter
 
 QUANTISED = (
@@ -280,13 +280,26 @@ def store(
     (folder / "config.json").write_text(json.dumps(dict(config), indent=2, sort_keys=True) + "\n")
 
 
+def common_settings(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return what every config says under the names that transformers and engines use."""
+    dtype = dtype_of(checkpoint.tensors)
+    return {
+        "hidden_size": checkpoint.config.hidden_size,
+        "vocab_size": checkpoint.config.vocab_size,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        "transformers_version": transformers.__version__,
+    }
+
+
 def layer_settings(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the layers' settings under the names that transformers and engines use, rope in both styles."""
     config = checkpoint.config
     rope = dict(config.rope_parameters)
     base = rope.pop("rope_theta", DEFAULT_BASE)
     plain = (
-        "hidden_size",
         "intermediate_size",
         "num_hidden_layers",
         "num_attention_heads",
@@ -298,11 +311,10 @@ def layer_settings(checkpoint: Checkpoint) -> dict[str, Any]:
         "attention_bias",
         "mlp_bias",
         "sliding_window",
-        "vocab_size",
     )
     fields = config.to_dict()
-    dtype = dtype_of(checkpoint.tensors)
-    return {name: fields[name] for name in plain} | {
+    return common_settings(checkpoint) | {
+        **{name: fields[name] for name in plain},
         "model_type": config.layer_type,
         "rope_theta": base,
         "rope_scaling": rope_scaling(rope),
@@ -310,11 +322,6 @@ def layer_settings(checkpoint: Checkpoint) -> dict[str, Any]:
         **({PART: rope[PART]} if PART in rope else {}),  # SGLang reads it there, vLLM in either place
         "layer_types": config.layer_kinds,
         "use_sliding_window": bool(config.sliding_window),
-        "tie_word_embeddings": False,
-        "use_cache": True,
-        "dtype": dtype,
-        "torch_dtype": dtype,
-        "transformers_version": transformers.__version__,
     }
 
 

@@ -12,9 +12,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hf_specgen.checkpoints.config import DrafterConfig
 from hf_specgen.checkpoints.formats.base import Checkpoint
 from hf_specgen.checkpoints.formats.shared import vocabulary_line
+from hf_specgen.checkpoints.methods import state_shapes
 from hf_specgen.errors import SpecGenError
 
 
@@ -32,11 +32,11 @@ def shortened(found: Checkpoint, ids: Tensor) -> Checkpoint:
     config.draft_vocab_size = len(ids)
     places = torch.searchsorted(before, ids)
     tensors = dict(found.tensors)
-    for name in head_names(config):
+    for name in config.head_names:
         tensors[name] = tensors[name][places.to(tensors[name].device)].contiguous()
     device = next(iter(found.tensors.values())).device
     tensors["d2t"] = (ids - torch.arange(len(ids))).to(device)
-    if config.method == "eagle3":
+    if "t2d" in state_shapes(config):
         tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True).to(device)
     notes = (*(note for note in found.notes if not note.startswith("vocabulary:")), vocabulary_line(config))
     return replace(found, config=config, tensors=tensors, notes=notes)
@@ -48,15 +48,6 @@ def drafted_ids(found: Checkpoint) -> Tensor:
         return torch.arange(found.config.vocab_size)
     offsets = found.tensors["d2t"].cpu()
     return offsets + torch.arange(len(offsets))
-
-
-def head_names(config: DrafterConfig) -> list[str]:
-    """Return the names of a drafter's own heads, none where it reads the target's."""
-    if not config.own_head:
-        return []
-    if config.method == "medusa":
-        return [f"{head}.{config.num_head_layers}.weight" for head in range(config.num_heads)]
-    return ["lm_head.weight"]
 
 
 def _checked(ids: Tensor, before: Tensor) -> Tensor:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from hf_specgen.checkpoints.config import LAYER_TYPES, METHODS, DrafterConfig
+from hf_specgen.checkpoints.config import LAYER_TYPES, DrafterConfig, FeatureConfig
 from hf_specgen.checkpoints.formats.base import Checkpoint, Layout, Plan, ReadOptions, Source
-from hf_specgen.checkpoints.formats.eagle3_common import norm_line, served_flags
 from hf_specgen.checkpoints.formats.rope import rope_of
-from hf_specgen.checkpoints.formats.shapes import state_shapes
 from hf_specgen.checkpoints.formats.shared import (
+    common_settings,
     floats_only,
     head_lines,
     layer_settings,
@@ -21,8 +19,9 @@ from hf_specgen.checkpoints.formats.shared import (
     vocabulary_line,
     window_of,
 )
-from hf_specgen.checkpoints.formats.vllm_serves import dropped_by_vllm, warn_of_vllm
+from hf_specgen.checkpoints.formats.vllm_serves import warn_of_vllm
 from hf_specgen.checkpoints.formats.vocabulary import check_map
+from hf_specgen.checkpoints.methods import config_class, field_names, state_shapes
 from hf_specgen.errors import IncompatibleDrafter
 
 VERSION = 1
@@ -44,9 +43,6 @@ SHARED = (
 )
 # The layer type is ``model_type`` there, the rope and the window stand there in the engines' own ways.
 TOLD_OTHERWISE = ("layer_type", "rope_parameters", "sliding_window", "layer_types")
-ARCHITECTURES = {"eagle3": "LlamaForCausalLMEagle3", "eagle": "LlamaForCausalLMEagle", "medusa": "MedusaDrafter"}
-QWEN3 = "Eagle3Qwen3ForCausalLM"  # vLLM's name of EAGLE-3 with norms of queries and keys; SGLang has none
-OURS = "SpecGenDrafter"  # what others would read wrongly must not be taken for another drafter
 
 
 class SpecGenLayout(Layout):
@@ -64,7 +60,7 @@ class SpecGenLayout(Layout):
         config = read_config(source)
         names = match(source, {name: name for name in source.shapes}, config)
         warnings = []
-        if options.aux_layer_convention and config.method == "eagle3":
+        if options.aux_layer_convention and config.aux_layer_boundaries:
             warnings.append(
                 f"aux_layer_convention={options.aux_layer_convention!r} has no effect: this checkpoint states the "
                 f"target's layers as boundaries ({config.aux_layer_boundaries})."
@@ -84,7 +80,7 @@ class SpecGenLayout(Layout):
                 f"the tensors {', '.join(wrong[:8])} are missing, unknown or of another shape than the config says "
                 f"({config.method}): a drafter's own state_dict is required."
             )
-        if config.method == "eagle3":
+        if config.dropped_by_vllm and config.served_as != config.architecture:
             warn_of_vllm(config)
         store(folder, config_file(checkpoint), tensors)
 
@@ -104,79 +100,57 @@ def config_file(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return ``config.json``: what engines read at the top, what is ours under ``specgen``."""
     config = checkpoint.config
     fields = config.to_dict()
-    own = {name: fields[name] for name in _own_fields()}
-    settings = layer_settings(checkpoint)
-    if config.method == "medusa":
-        settings["model_type"] = DrafterConfig.model_type  # nobody may take it for a Llama
-    flags = served_flags(config) if config.method == "eagle3" else {}
-    if config.method == "eagle":  # SafeAILab's loader takes an absent ``bias`` for true
-        flags = {"bias": config.fc_bias, "qkv_bias": config.attention_bias}
-    return {
-        **settings,
-        **flags,
-        "architectures": [architecture_of(config)],
-        KEY: {**own, "version": VERSION, "layer_type": config.layer_type},
-    }
-
-
-def architecture_of(config: DrafterConfig) -> str:
-    """Return what others may take a drafter for: a name that nobody knows where they would serve another one."""
-    if config.reduces_vocabulary and not config.own_head:  # some rows of the target's head: nobody reads that
-        return OURS
-    if config.method == "eagle3" and dropped_by_vllm(config):
-        return OURS
-    if config.method == "eagle3" and config.layer_type == "qwen3":
-        return QWEN3
-    return ARCHITECTURES[config.method]
+    own = {name: fields[name] for name in config.field_names() if name not in (*SHARED, *TOLD_OTHERWISE)}
+    own |= {"method": config.method, "version": VERSION}
+    if isinstance(config, FeatureConfig):
+        settings = layer_settings(checkpoint)
+        own["layer_type"] = config.layer_type
+    else:  # nobody may take it for a model with layers
+        settings = {**common_settings(checkpoint), "model_type": DrafterConfig.model_type}
+    return {**settings, **config.served_flags, "architectures": [config.served_as], KEY: own}
 
 
 def read_config(source: Source) -> DrafterConfig:
     """Return the config of a checkpoint of ours. Raises: ``IncompatibleDrafter`` for a newer version."""
     own = dict(source.config[KEY])
     version = own.pop("version", None)
-    layer_type = own.pop("layer_type", "llama")
     if not isinstance(version, int) or version > VERSION:
         raise IncompatibleDrafter(
             f"{source.name} is written in version {version!r} of our layout and version {VERSION} is known here: "
             "update hf_specgen."
         )
-    unknown = sorted(set(own) - set(_own_fields()))
+    layer_type = own.pop("layer_type", "llama")
+    method = own.pop("method", None)
+    unknown = sorted(set(own) - set(field_names()))
     if unknown or layer_type not in LAYER_TYPES:
         raise IncompatibleDrafter(
             f"{source.name} has settings that are not understood: {', '.join(unknown) or layer_type}. Update "
             "hf_specgen, or remove them from config.json if they do not matter."
         )
+    try:
+        kind = config_class(str(method))
+    except IncompatibleDrafter as error:
+        raise IncompatibleDrafter(f"{source.name} is a drafter of method {method}: {error}") from error
     settings = source.config
-    if own.get("method") not in METHODS:
-        raise IncompatibleDrafter(
-            f"{source.name} is a drafter of method {own.get('method')!r}: one of {', '.join(METHODS)} is required. "
-            "A newer hf_specgen may know it."
-        )
-    shared = {name: settings[name] for name in SHARED if name in settings}
-    config = DrafterConfig(**shared, **own, layer_type=layer_type, **window_of(source, settings).value)
-    if config.method != "medusa":  # has no layers
-        config.rope_parameters = rope_of(source, settings, config.head_dim, config.num_hidden_layers).value
+    given = {name: settings[name] for name in SHARED if name in settings} | own
+    known = kind.field_names()
+    # files of earlier versions hold the fields of every method
+    fields = {name: value for name, value in given.items() if name in known}
+    if not issubclass(kind, FeatureConfig):
+        return kind(**fields)
+    config: FeatureConfig = kind(**fields, layer_type=layer_type, **window_of(source, settings).value)
+    config.rope_parameters = rope_of(source, settings, config.head_dim, config.num_hidden_layers).value
     return config
-
-
-def _own_fields() -> list[str]:
-    names = list(signature(DrafterConfig.__init__).parameters)
-    return [name for name in names if name not in ("self", "kwargs", *SHARED, *TOLD_OTHERWISE)]
 
 
 def _notes(source: Source, config: DrafterConfig) -> tuple[str, ...]:
     first = f"layout: specgen (ours), method {config.method}"
-    if config.method == "medusa":
-        blocks = f"{config.num_heads} heads of {config.num_head_layers} residual blocks"
-        return (first, blocks, vocabulary_line(config), *head_lines(config))
-    if config.method == "eagle3":
-        stated = config.aux_layer_boundaries or "(2, n // 2, n - 3) of the target's n, once it is known"
-        features = (f"target layers: boundaries {stated}, as the config states", norm_line(config))
-    else:
-        features = ("target layers: what the head reads, after the last norm", f"fc: bias {config.fc_bias}")
-    rope = rope_of(source, source.config, config.head_dim, config.num_hidden_layers)
-    window = window_of(source, source.config)
-    return (first, *features, vocabulary_line(config), rope.note, window.note, *head_lines(config))
+    lines = (first, *config.notes, vocabulary_line(config))
+    if isinstance(config, FeatureConfig):
+        rope = rope_of(source, source.config, config.head_dim, config.num_hidden_layers)
+        window = window_of(source, source.config)
+        lines = (*lines, rope.note, window.note)
+    return (*lines, *head_lines(config))
 
 
 LAYOUT = SpecGenLayout()

@@ -9,12 +9,10 @@ from typing import Any
 
 from hf_specgen.checkpoints.config import DrafterConfig
 from hf_specgen.checkpoints.formats.base import Checkpoint, Layout, Plan, ReadOptions, Source
-from hf_specgen.checkpoints.formats.eagle3_common import IDS, OURS, Reading, numbered, plan_eagle3
+from hf_specgen.checkpoints.formats.eagle3_common import DEFAULT_TAKEN, IDS, OURS, Reading, numbered, plan_eagle3
 from hf_specgen.checkpoints.formats.layer_ids import LayerIds
 from hf_specgen.checkpoints.formats.lent import EMBEDDING
-from hf_specgen.checkpoints.formats.shapes import DEFAULT_TAKEN
 from hf_specgen.checkpoints.formats.shared import layer_settings, store
-from hf_specgen.checkpoints.formats.vllm_serves import dropped_by_vllm
 from hf_specgen.errors import IncompatibleDrafter
 
 ALGORITHM = "eagle3"
@@ -186,7 +184,7 @@ def _doubts(options: ReadOptions, before: bool | None) -> tuple[str, ...]:
 def _refuse_what_vllm_lacks(config: DrafterConfig) -> None:
     if config.method != "eagle3":
         raise IncompatibleDrafter(f"layout 'vllm-speculators' holds EAGLE-3 heads and this is {config.method!r}.")
-    dropped = dropped_by_vllm(config)
+    dropped = config.dropped_by_vllm
     if dropped:
         raise IncompatibleDrafter(
             f"vLLM reads no {', no '.join(dropped)} and would serve another drafter: keep the specgen layout."

@@ -7,18 +7,9 @@ import warnings
 from hf_specgen.checkpoints.config import DrafterConfig
 
 
-def dropped_by_vllm(config: DrafterConfig) -> tuple[str, ...]:
-    """Return the biases of an EAGLE drafter that vLLM has no place for and skips."""
-    if config.method == "medusa":
-        return ()
-    fc = ("fc.bias",) if config.fc_bias else ()
-    output = ("self_attn.o_proj.bias",) if config.layer_type == "qwen3" and config.attention_bias else ()
-    return (*fc, *output)
-
-
 def warn_of_vllm(config: DrafterConfig) -> None:
     """Warn where vLLM would serve another drafter than the one that is written."""
-    dropped = dropped_by_vllm(config)
+    dropped = config.dropped_by_vllm
     if dropped:
         warnings.warn(
             f"vLLM reads no {', no '.join(dropped)}: the file is written so that vLLM refuses it, because it would "

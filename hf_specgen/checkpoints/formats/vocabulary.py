@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hf_specgen.checkpoints.formats.base import Checkpoint
 from hf_specgen.checkpoints.formats.shared import PROBE
+from hf_specgen.checkpoints.methods import state_shapes
 from hf_specgen.errors import IncompatibleDrafter
 
 # The largest integer below which every integer has a value of its own in the dtype.
@@ -18,8 +19,8 @@ EXACT = {torch.float16: 2**11, torch.bfloat16: 2**8, torch.float32: 2**24, torch
 def check_map(found: Checkpoint, source: str) -> Checkpoint:
     """Return the checkpoint with ``d2t`` as int64 offsets and ``t2d`` as a boolean mask that agree.
 
-    ``t2d`` is rebuilt where the layout leaves it out (EAGLE-3 only). A map of a full vocabulary must be the identity
-    and is dropped. Raises: ``IncompatibleDrafter`` for absolute ids, ids out of range, order or precision.
+    ``t2d`` is rebuilt where the layout leaves it out and the drafter has one. A map of a full vocabulary must be the
+    identity and is dropped. Raises: ``IncompatibleDrafter`` for absolute ids, ids out of range, order or precision.
     """
     tensors = dict(found.tensors)
     config = found.config
@@ -51,7 +52,7 @@ def check_map(found: Checkpoint, source: str) -> Checkpoint:
             "them is damaged. Take both from the original checkpoint."
         )
     tensors["d2t"] = offsets
-    if config.method == "eagle3":
+    if "t2d" in state_shapes(config):
         tensors["t2d"] = known
     return replace(found, tensors=tensors)
 
