@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 from pkgutil import iter_modules
+from types import ModuleType
 from typing import Any
 
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError
@@ -45,11 +46,16 @@ class Method:
     servers: Callable[..., list[dict[str, Any]]] = field(default=lambda *_: [])
 
 
+def modules_of(package: str) -> list[ModuleType]:
+    """Import every module of a package and return them, by name."""
+    folders = import_module(package).__path__
+    names = sorted(info.name for info in iter_modules(folders))
+    return [import_module(f"{package}.{name}") for name in names]
+
+
 def methods() -> dict[str, Method]:
     """Return the record of every module of ``hf_specgen.drafters`` that has one, by name."""
-    folders = import_module(DRAFTERS).__path__
-    modules = [import_module(f"{DRAFTERS}.{info.name}") for info in iter_modules(folders)]
-    records = [vars(module).get("METHOD") for module in modules]
+    records = [vars(module).get("METHOD") for module in modules_of(DRAFTERS)]
     return {record.name: record for record in records if isinstance(record, Method)}
 
 

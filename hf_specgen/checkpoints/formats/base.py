@@ -5,17 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
-from pkgutil import iter_modules
 from typing import Any
 
 from torch import Tensor
 
 from hf_specgen.checkpoints.config import DrafterConfig
+from hf_specgen.checkpoints.methods import DRAFTERS, checkpoint_methods, modules_of
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError
 from hf_specgen.models.facts import TargetFacts
 
+FORMATS = __name__.rpartition(".")[0]
 PARALLEL = "it drafts all tokens in one pass over mask tokens, and was never fed its own states"
 # Marks in a config or among tensors, longest first: another method's name, and why its layers cannot run as EAGLE-3's.
 OTHER_METHODS = {
@@ -79,7 +79,7 @@ class Checkpoint:
 
 
 class Layout(ABC):
-    """Know one published layout. A module of this package defines one as ``LAYOUT``; it is found by its name."""
+    """Know one published layout. A module of this package, or a drafter's own, defines it as ``LAYOUT``."""
 
     name: str
     """What ``inspect`` and ``convert --to`` call it."""
@@ -128,11 +128,8 @@ class Plan:
 
 
 def layouts() -> list[Layout]:
-    """Return every layout of this package in the order they are asked."""
-    package = __name__.rpartition(".")[0]
-    folder = str(Path(__file__).parent)
-    names = sorted(info.name for info in iter_modules([folder]) if info.name != "base")
-    found = [vars(import_module(f"{package}.{name}")).get("LAYOUT") for name in names]
+    """Return every layout, of this package and in drafters' own files, in the order they are asked."""
+    found = [vars(module).get("LAYOUT") for package in (FORMATS, DRAFTERS) for module in modules_of(package)]
     return sorted((layout for layout in found if isinstance(layout, Layout)), key=lambda layout: layout.order)
 
 
@@ -154,7 +151,9 @@ def other_method(source: Source) -> str:
     told += [key for key in ("dflash_config", "pard_token") if config.get(key) is not None]
     told += ["peagle" for name in source.shapes if name.rpartition(".")[2] == "mask_hidden"]
     words = " ".join(str(word).lower() for word in told)
-    return next((f"{name}: {how}" for mark, (name, how) in OTHER_METHODS.items() if mark in words), "")
+    known = checkpoint_methods()
+    others = {mark: said for mark, said in OTHER_METHODS.items() if mark not in known}
+    return next((f"{name}: {how}" for mark, (name, how) in others.items() if mark in words), "")
 
 
 def detect(source: Source) -> Layout:
