@@ -25,7 +25,6 @@ FAST = [
     Case("none", "greedy", 1, "triton"),
     Case("lookup", "sampled", 4, "triton"),
     Case("branches", "greedy", 4, "reference"),
-    Case("branches", "greedy", 1, "triton"),
     Case("small", "greedy", 4, "reference"),
     Case("medusa chain", "sampled", 1, "reference"),
     Case("medusa tree", "greedy", 4, "reference"),

@@ -50,6 +50,7 @@ def test_small_kernels_compile_for_every_target_and_are_remembered(tmp_path: Pat
     assert compiled(*few).returncode == 1
 
 
+@pytest.mark.slow
 def test_a_spill_is_found_and_fails() -> None:
     """Negative control: with too few registers a kernel spills, and the program says which."""
     run = compiled("--only", "tree_mask chunked", "--targets", "sm_90", "--max-registers", "32", "--no-cache")

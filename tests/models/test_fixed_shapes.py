@@ -145,6 +145,7 @@ def test_a_compiler_records_one_graph_a_width(family: str) -> None:
         torch.testing.assert_close(mine, other, atol=5e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_growing_mode_records_a_graph_a_round() -> None:
     """Negative control: its views and starts are numbers of the host, and each is another graph."""
     model = build("llama")

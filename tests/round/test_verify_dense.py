@@ -72,7 +72,7 @@ def test_drafts_without_chance(kind: str, law: str, target) -> None:
 
 @pytest.mark.parametrize(
     ("rule", "law"),
-    some(("rejection", "block", "gumbel"), SAMPLED, {("rejection", "temperature"), ("block", "history")}),
+    some(("rejection", "block", "gumbel"), SAMPLED, {("rejection", "temperature")}),
 )
 def test_sampled_drafts(rule: str, law: str, target) -> None:
     """Every coin and every comparison is the same, so the text is, away from boundaries of the law."""
