@@ -171,7 +171,9 @@ class DraftSettings:
     def __init__(self, call: Call, habits: Habits) -> None:
         self._sequences = call.sequences
         self.device = call.device
-        self.shape = parse_shape(habits.tree, habits.usual, habits.deepest)
+        asked = call.request.num_tokens
+        self._number = habits.num_tokens if asked is None else asked
+        self.shape = as_chain(parse_shape(habits.tree, habits.usual, habits.deepest), self._number)
         samples = habits.sample and not call.sequences.greedy
         shares_noise = call.rule == "gumbel"
         self.couples = samples and shares_noise and isinstance(self.shape, StaticShape)
@@ -180,8 +182,8 @@ class DraftSettings:
         check_shape(self.shape, call.device)
         if self.draws:
             check_drawn(self.shape, call.rule)
-        asked = call.request.confidence
-        self.confidence = (habits.confidence if asked is None else asked) or 0.0
+        threshold = call.request.confidence
+        self.confidence = (habits.confidence if threshold is None else threshold) or 0.0
         check_confidence(self.confidence, self.is_chain)
         self._plans: dict[int, FixedPlan] = {}
         self._depth = depth_of(self.shape)
@@ -221,9 +223,8 @@ class DraftSettings:
         schedule = request.schedule or habits.schedule
         if schedule is None and self.draws:
             schedule = "constant"  # what is drawn depends on the length: neighbours must not set it
-        number = habits.num_tokens if request.num_tokens is None else request.num_tokens
         if not self.is_chain:
-            self._bound_tree(request, habits, number)
+            self._bound_tree(request, habits)
             return
         own = habits.num_tokens
         if own is None and self.shape is not habits.usual:
@@ -233,11 +234,12 @@ class DraftSettings:
         length.begin(call.rows)
         self._pace = Pace(length, Rate(0.6, 0.7))
         self._bounded = habits.deepest is not None
-        if self._bounded and number is not None:
+        if self._bounded and self._number is not None:
             warn_shallow(habits.title, length.num_tokens, self._depth, self._why(habits))
 
-    def _bound_tree(self, request: DraftRequest, habits: Habits, number: int | None) -> None:
+    def _bound_tree(self, request: DraftRequest, habits: Habits) -> None:
         """Cut a tree to the number of tokens asked for, which must be one; a larger one warns."""
+        number = self._number
         if number is None:
             return
         length = DraftLength.choose(replace(request, schedule=None), number, number, self.costs)
@@ -292,6 +294,16 @@ def _unless_all(places: list[int], count: int, device: torch.device) -> Tensor |
     if places == list(range(count)):
         return None
     return torch.tensor(places, device=device)
+
+
+def as_chain(shape: Shape, number: int | None) -> Shape:
+    """Return the chain that a tree is, or comes to where no draft is deeper than ``number``; a real tree as it is."""
+    if isinstance(shape, DynamicShape):
+        return StaticShape.chain(min(shape.depth, shape.nodes)) if shape.top_k == 1 else shape
+    if number not in range(1, shape.max_depth):
+        return shape
+    cut = shape.cut(number)
+    return cut if cut.is_chain and not any(cut.ranks) else shape
 
 
 def check_shape(shape: Shape, device: torch.device) -> None:
