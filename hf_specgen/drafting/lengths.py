@@ -299,8 +299,9 @@ def _unless_all(places: list[int], count: int, device: torch.device) -> Tensor |
 def as_chain(shape: Shape, number: int | None) -> Shape:
     """Return the chain that a tree is, or comes to where no draft is deeper than ``number``; a real tree as it is."""
     if isinstance(shape, DynamicShape):
-        return StaticShape.chain(min(shape.depth, shape.nodes)) if shape.top_k == 1 else shape
-    if number not in range(1, shape.max_depth):
+        depth = shape.depth if shape.nodes is None else min(shape.depth, shape.nodes)
+        return StaticShape.chain(depth) if shape.top_k == 1 else shape
+    if number is None or number not in range(1, shape.max_depth):
         return shape
     cut = shape.cut(number)
     return cut if cut.is_chain and not any(cut.ranks) else shape

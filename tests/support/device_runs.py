@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from hf_specgen import Drafter, PromptLookup, SmallModel, SpeculativeDecoding, WithLookup, ops
 from hf_specgen.round import verify_dense
+from hf_specgen.round.costs import Costs
 from hf_specgen.round.stats import AcceptanceStats
 
 COUNTS = Path(__file__).parents[1] / "device_counts.json"
@@ -82,7 +83,7 @@ CASES = tuple(
 
 
 @dataclass(frozen=True)
-class Costs:
+class RoundCosts:
     """Hold the most that a round of a run costs; launches are those outside of transformers' own code."""
 
     waits: int
@@ -103,13 +104,13 @@ class DeviceRun:
         """Return the sections of the loop's rounds: from the tokens of one round to those of the next."""
         return [f"round {number}" for number in range(1, max(row.num_rounds for row in self.stats.rows) + 1)]
 
-    def costs(self) -> Costs:
+    def costs(self) -> RoundCosts:
         """Return the most that any round cost."""
         per_round = [
             (self.device.total("wait", name), self.device.total("upload", name), self._launches(name))
             for name in self.rounds
         ]
-        return Costs(*map(max, zip(*per_round, strict=True)))
+        return RoundCosts(*map(max, zip(*per_round, strict=True)))
 
     def _launches(self, section: str) -> int:
         return sum(
@@ -170,7 +171,9 @@ def drafter_of(name: str, draws: bool, on_device: bool) -> Drafter | None:
     if name == "small":
         return SmallModel(move(disturbed(model)), 3, sample=draws)
     if name == "with lookup":
-        return WithLookup(drafter_of("eagle3 chain", draws, on_device))
+        # which rows copy follows what a pass costs, and a CPU's figures are others: both runs get the accelerator's
+        lookup = PromptLookup(costs=Costs())
+        return WithLookup(drafter_of("eagle3 chain", draws, on_device), lookup)
     method, settings = LEARNED[name]
     return move(fitted(method, model, texts, 3, sample=draws, **settings))
 
