@@ -64,6 +64,7 @@ def estimate(  # noqa: PLR0913 - one parameter a flag
     from hf_specgen.checkpoints.methods import usual_steps
     from hf_specgen.trainers import estimate as work
 
+    unrolled = steps or usual_steps(method)
     template = read_settings(chat_template_kwargs, "--chat-template-kwargs")
     config = _config(target)
     small = None if draft_model is None else _config(draft_model)
@@ -77,7 +78,7 @@ def estimate(  # noqa: PLR0913 - one parameter a flag
         method,
         *found,
         epochs=epochs,
-        steps=steps or usual_steps(method),
+        steps=unrolled,
         draft_vocab_size=draft_vocab_size,
         max_length=max_length,
         batch=batch_size,

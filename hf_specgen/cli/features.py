@@ -50,6 +50,7 @@ def features(  # noqa: PLR0913 - one parameter a flag
     """
     import torch
 
+    from hf_specgen.checkpoints.methods import method_named
     from hf_specgen.cli.session import ModelFlags, open_session, progress_bar, template_settings
     from hf_specgen.trainers import feature_cache as work
     from hf_specgen.trainers.data import DataOptions, load_data, prepare_dataset
@@ -57,6 +58,8 @@ def features(  # noqa: PLR0913 - one parameter a flag
 
     if (out / work.MANIFEST).exists():
         raise SpecGenError(f"{out} holds a cache: give another folder, or remove it first.")
+    if init_from is None:
+        method_named(method)
     template = template_settings(chat_template_kwargs, chat=True)
     session = open_session(ModelFlags(target, "none", Rule.rejection, False, dtype, device, threads))
     words, template = _known(session, data, template)

@@ -33,6 +33,7 @@ from hf_specgen.drafters.eagle import EagleDrafter
 from hf_specgen.drafters.eagle3 import Eagle3Drafter
 from hf_specgen.drafters.medusa import MedusaDrafter
 from hf_specgen.errors import IncompatibleDrafter, SpecGenError
+from hf_specgen.loading import drafter_class, load_drafter
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 PART = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.5}
@@ -299,6 +300,25 @@ def test_our_layout_refuses_what_does_not_belong(tmp_path: Path) -> None:
         read(source_of(dict(source.config), {**tensors, "fc.weight": tensors["fc.weight"].to(torch.int8)}))
     with pytest.raises(IncompatibleDrafter, match="holds the target ids themselves"):
         read(source_of(dict(source.config), {**tensors, "d2t": torch.arange(V - VD, V), "t2d": tensors["t2d"]}))
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle", "eagle3"])
+def test_files_of_earlier_versions_hold_the_fields_of_every_method(method: str, tmp_path: Path) -> None:
+    """One class served all methods once: what it wrote beside a method's own fields says nothing."""
+    heads = {"medusa": {"num_heads": 2}, "eagle": {"own_head": False}, "eagle3": {}}[method]
+    made = drafter_class(method)(DrafterConfig(method, **{**SMALL, "aux_layer_boundaries": None, **heads}))
+    made.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    settings = json.loads(path.read_text())
+    others = {"num_heads": 0, "num_head_layers": 1, "head_bias": True, "fc_bias": False, "norm_output": False}
+    settings["specgen"] = {**others, "layer_type": "llama", **settings["specgen"]}
+    path.write_text(json.dumps({"rope_theta": 10000.0, "intermediate_size": 128, **settings}))
+    again = load_drafter(tmp_path)
+    made.config.dtype = again.config.dtype
+    assert again.config == made.config
+    assert again.config != DrafterConfig(method, **{**SMALL, **heads, "num_tokens": 7})
+    for name, tensor in made.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor)
 
 
 def test_versions_and_settings_that_are_not_known(tmp_path: Path) -> None:
