@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from device_runs import CASES, DRAFTERS, PAGE, Case, recorded, same_torch, table, write
+from device_runs import CASES, DRAFTERS, PAGE, Case, drafter_of, recorded, same_torch, table, write
 from second_device import SecondDevice, payload_of
 from tiny import Handmade, ours, plain, prompts, tiny
 from torch import Tensor, nn
@@ -99,6 +99,17 @@ def test_counts_that_rise_are_refused() -> None:
             compare(case, {**known, name: known[name] + 1})
     with pytest.warns(RuntimeWarning, match="--lower"):
         compare(case, {**known, "uploads": known["uploads"] - 1})
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3 chain", "with lookup"])
+def test_counts_do_not_depend_on_what_ran_before(name: str) -> None:
+    case = Case(name, "greedy", 1, "reference")
+    first, second = (write(case, on_device=True).costs() for _ in range(2))
+    assert first == second
+    used = drafter_of(name, False, on_device=True)
+    fresh, again = (write(case, on_device=True, drafter=used).costs() for _ in range(2))
+    assert fresh == first
+    assert again.uploads == first.uploads - 2, "a drafter that ran keeps its rotary factors: the comparison can fail"
 
 
 def test_trees_tell_bounds_that_hold() -> None:

@@ -173,7 +173,10 @@ class DraftSettings:
         self.device = call.device
         asked = call.request.num_tokens
         self._number = habits.num_tokens if asked is None else asked
-        self.shape = as_chain(parse_shape(habits.tree, habits.usual, habits.deepest), self._number)
+        asked_shape = parse_shape(habits.tree, habits.usual, habits.deepest)
+        self.shape = bounded(asked_shape, self._number)
+        self._bounded = habits.deepest is not None or self.shape is not asked_shape
+        self._pays = isinstance(asked_shape, DynamicShape) and asked_shape.nodes is None
         samples = habits.sample and not call.sequences.greedy
         shares_noise = call.rule == "gumbel"
         self.couples = samples and shares_noise and isinstance(self.shape, StaticShape)
@@ -193,8 +196,7 @@ class DraftSettings:
     @property
     def is_chain(self) -> bool:
         """Tell whether drafts are chains of best tokens, whose length follows what pays."""
-        shape = self.shape
-        return isinstance(shape, StaticShape) and shape.is_chain and not any(shape.ranks)
+        return is_best_chain(self.shape)
 
     def wanted(self, room: list[int]) -> list[int]:
         """Return how deep every row of the batch drafts now, at most ``room[r]``."""
@@ -223,6 +225,8 @@ class DraftSettings:
         schedule = request.schedule or habits.schedule
         if schedule is None and self.draws:
             schedule = "constant"  # what is drawn depends on the length: neighbours must not set it
+        if schedule is None and self._pays:  # what a dynamic tree without a number of nodes asks for
+            schedule = "adaptive"
         if not self.is_chain:
             self._bound_tree(request, habits)
             return
@@ -233,7 +237,6 @@ class DraftSettings:
         length = DraftLength.choose(replace(request, schedule=schedule), own, default, self.costs)
         length.begin(call.rows)
         self._pace = Pace(length, Rate(0.6, 0.7))
-        self._bounded = habits.deepest is not None
         if self._bounded and self._number is not None:
             warn_shallow(habits.title, length.num_tokens, self._depth, self._why(habits))
 
@@ -296,15 +299,22 @@ def _unless_all(places: list[int], count: int, device: torch.device) -> Tensor |
     return torch.tensor(places, device=device)
 
 
-def as_chain(shape: Shape, number: int | None) -> Shape:
-    """Return the chain that a tree is, or comes to where no draft is deeper than ``number``; a real tree as it is."""
+def bounded(shape: Shape, number: int | None) -> Shape:
+    """Return what drafts look like: a tree cut at ``number`` tokens in a row, a dynamic one of width one as a chain.
+
+    A chain stays as it is, since its length may change from round to round.
+    """
     if isinstance(shape, DynamicShape):
         depth = shape.depth if shape.nodes is None else min(shape.depth, shape.nodes)
-        return StaticShape.chain(depth) if shape.top_k == 1 else shape
-    if number is None or number not in range(1, shape.max_depth):
+        return StaticShape.chain(depth) if shape.top_k == 1 or shape.nodes == 1 else shape
+    if is_best_chain(shape) or number is None or number not in range(1, shape.max_depth):
         return shape
-    cut = shape.cut(number)
-    return cut if cut.is_chain and not any(cut.ranks) else shape
+    return shape.cut(number)
+
+
+def is_best_chain(shape: Shape) -> bool:
+    """Tell whether a shape is a chain of the best tokens."""
+    return isinstance(shape, StaticShape) and shape.is_chain and not any(shape.ranks)
 
 
 def check_shape(shape: Shape, device: torch.device) -> None:

@@ -29,6 +29,7 @@ from tiny import disturbed, garbled, plain, prompts, texts_of, tiny
 from torch import Tensor, nn
 
 from hf_specgen import Drafter, PromptLookup, SmallModel, SpeculativeDecoding, WithLookup, ops
+from hf_specgen.drafting.learned import LearnedDrafter
 from hf_specgen.round import verify_dense
 from hf_specgen.round.costs import Costs
 from hf_specgen.round.stats import AcceptanceStats
@@ -157,9 +158,8 @@ def stop_tokens() -> list[int]:
     return [first, second]
 
 
-@cache
 def drafter_of(name: str, draws: bool, on_device: bool) -> Drafter | None:
-    """Build a drafter that is often right, with its weights on either device."""
+    """Build a drafter that is often right, with its weights on either device; none that has run before."""
     move: Callable[[nn.Module], nn.Module] = SecondDevice().adopt if on_device else nn.Module.eval
     model, texts = target()[0], known_texts()
     if name == "none":
@@ -174,8 +174,14 @@ def drafter_of(name: str, draws: bool, on_device: bool) -> Drafter | None:
         # which rows copy follows what a pass costs, and a CPU's figures are others: both runs get the accelerator's
         lookup = PromptLookup(costs=Costs())
         return WithLookup(drafter_of("eagle3 chain", draws, on_device), lookup)
+    return move(copy.deepcopy(learned(name, draws)))  # its first run uploads rotary factors, and keeps them
+
+
+@cache
+def learned(name: str, draws: bool) -> LearnedDrafter:
+    """Fit a drafter on the CPU, once for all runs."""
     method, settings = LEARNED[name]
-    return move(fitted(method, model, texts, 3, sample=draws, **settings))
+    return fitted(method, target()[0], known_texts(), 3, sample=draws, **settings)
 
 
 def write(case: Case, on_device: bool, drafter: Drafter | None = None) -> DeviceRun:
