@@ -28,6 +28,7 @@ SMALL = Geometry(hidden=36, inner=48, layers=8, heads=3, kv_heads=1, vocab=13_00
 PLAN = DraftingPlan(SMALL, tokens=3, batch=2, context=9, rounds=4, repeats=1, dtype="float32")
 
 
+@pytest.mark.slow
 def test_every_case_is_measured() -> None:
     rows = measure(PLAN)
     assert [row.case for row in rows] == [case.name for case in CASES]

@@ -33,6 +33,7 @@ def bench(*arguments: str):
     return CliRunner().invoke(kernels.app, [*TINY, *arguments])
 
 
+@pytest.mark.slow
 def test_the_cpu_path_is_timed_and_written(tmp_path: Path) -> None:
     result = bench("--json", str(tmp_path / "k.json"), "--plot", str(tmp_path / "k.png"))
     assert result.exit_code == 0, result.output

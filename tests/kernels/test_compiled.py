@@ -86,6 +86,7 @@ def test_wrong_targets_are_refused(capsys: pytest.CaptureFixture[str], monkeypat
     assert "avx2" in shown.err and not shown.out
 
 
+@pytest.mark.slow
 def test_wrong_names_are_refused() -> None:
     run = compiled("--only", "no such kernel")
     assert run.returncode == 2 and "no such kernel" in run.stderr and not run.stdout

@@ -296,6 +296,7 @@ for name in ("attention", "block", "draw", "gumbel", "residual", "rows", "slots"
 """
 
 
+@pytest.mark.slow
 def test_sizes_that_move_from_round_to_round_make_no_variants() -> None:
     """A kernel compiled anew for a multiple of sixteen, or for a one, would stop the text for a second."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -225,6 +225,7 @@ def test_rows_do_not_disturb_one_another() -> None:
         assert torch.equal(together[row, -24 - length :], alone[0])
 
 
+@pytest.mark.slow
 def test_the_kernels_write_the_same_text() -> None:
     pytest.importorskip("triton")
     model = tiny()

@@ -92,6 +92,7 @@ def test_a_drafter_that_is_often_wrong(tmp_path: Path) -> None:
     assert min(abs(1 + sum(prefixes) - length), abs(product - length)) > 1e-3
 
 
+@pytest.mark.slow
 def test_sampled_texts(tmp_path: Path) -> None:
     """Picked drafts of sampled texts: the text is the coins' and the target's alone, so the figure is exact again."""
     one = learn(tmp_path, 60, sampled=True)

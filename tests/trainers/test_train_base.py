@@ -57,6 +57,7 @@ def test_accumulated_batches_are_one_batch(tmp_path: Path) -> None:
     assert wrong["loss"][0] > 3.5 * one["loss"][0] and wrong["grad_norm"][0] > 3 * one["grad_norm"][0]
 
 
+@pytest.mark.slow
 def test_sequences_may_weigh_the_same(tmp_path: Path) -> None:
     """With ``loss_reduction="sequence"`` accumulation changes nothing either, and the loss is another one."""
     layouts = [{"per_device_train_batch_size": 8}, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}]
@@ -314,6 +315,7 @@ def test_packing_trains_the_same_drafter(tmp_path: Path) -> None:
     torch.testing.assert_close(together.counts, apart.counts)
 
 
+@pytest.mark.slow
 def test_sixteen_bits(tmp_path: Path) -> None:
     """bf16 computes in 16 bits and keeps the weights in 32: the loss stays near."""
     exact = eagle3_trainer(tmp_path, max_steps=3)

@@ -226,6 +226,7 @@ def test_agreement_in_the_log(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow
 def test_heads_learn_a_text_by_heart(tmp_path: Path) -> None:
     """Evaluation tells the acceptance length of decoding exactly, before, half-way and when the text is known."""
     rows = written(tiny(), 3)

@@ -246,6 +246,7 @@ def test_the_callback_decodes_at_the_evaluations_temperature(tmp_path: Path) -> 
     assert AcceptanceCallback(trainer, PROMPTS, temperature=0.5).temperature == 0.5
 
 
+@pytest.mark.slow
 def test_the_callback_follows_training(tmp_path: Path) -> None:
     """It decodes at evaluations while training goes on, every second one when asked, and may choose the best model."""
     texts = [decode(tiny(layers=3), None, PROMPT, do_sample=False)[0].tolist()]
