@@ -82,9 +82,12 @@ def arguments(kind: type[DrafterTrainingArguments], folder: str | Path, **settin
     return kind(output_dir=str(folder), **{**usual, **settings})
 
 
-def eagle3_trainer(folder: str | Path, rows: Any = None, **settings: Any) -> DrafterTrainer:
-    """Return a trainer of an EAGLE-3 drafter that drafts three tokens."""
+def eagle3_trainer(folder: str | Path, rows: Any = None, exact: bool = False, **settings: Any) -> DrafterTrainer:
+    """Return a trainer of an EAGLE-3 drafter that drafts three tokens; ``exact``: in float64."""
     drafter, model = eagle3()
+    if exact:
+        drafter.double()
+        model.double()
     args = arguments(Eagle3Arguments, folder, **{"steps": 3, **settings})
     return Eagle3Trainer(
         drafter, model, args, data_collator=Pad(), train_dataset=rows or texts(), eval_dataset=texts(5)
